@@ -152,7 +152,7 @@ def test_the_model_is_fetched_and_marked(helm: HelmProcess, tmp_path: Path) -> N
     release = helm.render({})
     (tmp_path / "config.yaml").write_text(release.config_text)
     mark = tmp_path / ".roseinfer" / "mark"
-    result = run(PREFETCH, "fetch", tmp_path / "config.yaml", mark)
+    result = run(PREFETCH, "fetch", tmp_path / "config.yaml", mark, 60)
     assert result.returncode == 0, result.stderr
     assert DEMO_MODEL in result.stdout
     assert (Path(mark.read_text().strip()) / "config.json").exists()
@@ -162,7 +162,7 @@ def test_the_model_is_fetched_and_marked(helm: HelmProcess, tmp_path: Path) -> N
 def test_nothing_is_marked_when_nothing_was_fetched(helm: HelmProcess, tmp_path: Path) -> None:
     release = helm.render({"config": {"model": {"path": "/no/such/directory"}}})
     (tmp_path / "config.yaml").write_text(release.config_text)
-    assert run(PREFETCH, "fetch", tmp_path / "config.yaml", tmp_path / "mark").returncode == 1
+    assert run(PREFETCH, "fetch", tmp_path / "config.yaml", tmp_path / "mark", 60).returncode == 1
     assert not (tmp_path / "mark").exists()
     waited = run(PREFETCH, "wait", tmp_path / "mark", 0.1)
     assert waited.returncode == 1

@@ -2,18 +2,12 @@
 
 import asyncio
 import hashlib
-import importlib.util
 import logging
 import os
-import socket
-import subprocess
-import sys
-import time
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -25,7 +19,7 @@ from roseinfer.bench.load.launcher import free_port
 from roseinfer.errors import ConfigError
 from roseinfer.model import downloads
 from roseinfer.model.checkpoint import resolve_checkpoint
-from tests.conftest import go_without
+from tests.integration.object_store import Store, running_store
 
 BUCKET, FOLDER = "models", "team/something"
 ADDRESS = f"s3://{BUCKET}/{FOLDER}"
@@ -35,33 +29,15 @@ UNUSED = {"pytorch_model.bin": b"z", "README.md": b"z", "onnx/config.json": b"{}
 
 
 @pytest.fixture(scope="module")
-def moto() -> Iterator[str]:
-    """The address of a store, in a process of its own."""
-    if importlib.util.find_spec("moto") is None:
-        go_without("moto is not installed; `make setup` installs it")
-    port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
+def moto() -> Iterator[Store]:
+    with running_store() as store:
+        yield store
 
 
 class Proxy:
     """What stands between, with faults by the name of a file."""
 
-    def __init__(self, store: str) -> None:
+    def __init__(self, store: Store) -> None:
         self.store = store
         self.asked = Counter[str]()  # how often the bytes of each were
         self.ranges: list[str] = []
@@ -75,7 +51,10 @@ class Proxy:
         async with (
             aiohttp.ClientSession(auto_decompress=False) as session,
             session.request(
-                request.method, f"{self.store}{request.raw_path}", headers=request.headers, data=await request.read()
+                request.method,
+                f"{self.store.address}{request.raw_path}",
+                headers=request.headers,
+                data=await request.read(),
             ) as found,
         ):
             body = await found.read()
@@ -110,12 +89,11 @@ def length_of(answer: aiohttp.ClientResponse) -> dict[str, str]:
 
 
 @pytest.fixture
-async def store(moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[Proxy]:
+async def store(moto: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> AsyncIterator[Proxy]:
     proxy = Proxy(moto)
     async with TestServer(proxy.app, host="127.0.0.1") as server:
-        for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
-            monkeypatch.setenv(f"AWS_{name}", "of-a-test")
-        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        for name, value in moto.environment.items():
+            monkeypatch.setenv(name, value)
         monkeypatch.setenv("AWS_ENDPOINT_URL", str(server.make_url("")).rstrip("/"))
         monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "cache"))
         monkeypatch.setattr(downloads, "_RETRY_S", 0.01)
@@ -123,21 +101,8 @@ async def store(moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> A
         yield proxy
 
 
-def client(address: str) -> Any:
-    from boto3.session import Session
-
-    return Session().client("s3", endpoint_url=address)
-
-
-def fill(address: str, files: dict[str, bytes]) -> None:
-    s3 = client(address)
-    if BUCKET in {bucket["Name"] for bucket in s3.list_buckets()["Buckets"]}:
-        for item in s3.list_objects_v2(Bucket=BUCKET).get("Contents", ()):
-            s3.delete_object(Bucket=BUCKET, Key=item["Key"])
-    else:
-        s3.create_bucket(Bucket=BUCKET)
-    for name, content in files.items():
-        s3.put_object(Bucket=BUCKET, Key=f"{FOLDER}/{name}", Body=content)
+def fill(store: Store, files: dict[str, bytes]) -> None:
+    store.fill(BUCKET, {f"{FOLDER}/{name}": content for name, content in files.items()})
 
 
 async def fetched(address: str = ADDRESS, *, has_weights: bool = True) -> Path:
@@ -199,8 +164,8 @@ async def test_what_arrives_damaged_is_fetched_again(
         assert f"-{num_parts}" in caplog.text
 
 
-def upload(address: str, parts: list[bytes]) -> None:
-    s3, where = client(address), {"Bucket": BUCKET, "Key": f"{FOLDER}/{SHARD}"}
+def upload(store: Store, parts: list[bytes]) -> None:
+    s3, where = store.client(), {"Bucket": BUCKET, "Key": f"{FOLDER}/{SHARD}"}
     upload_id = s3.create_multipart_upload(**where)["UploadId"]
     done = [
         {"PartNumber": n, "ETag": s3.upload_part(**where, UploadId=upload_id, PartNumber=n, Body=part)["ETag"]}
@@ -226,8 +191,8 @@ async def test_a_checksum_that_was_stored_is_compared(
     assert f"instead of {expected}" in caplog.text
 
 
-def put(address: str, options: dict[str, str]) -> None:
-    client(address).put_object(Bucket=BUCKET, Key=f"{FOLDER}/{SHARD}", Body=NEEDED[SHARD], **options)
+def put(store: Store, options: dict[str, str]) -> None:
+    store.client().put_object(Bucket=BUCKET, Key=f"{FOLDER}/{SHARD}", Body=NEEDED[SHARD], **options)
 
 
 async def test_what_arrives_damaged_twice_is_refused(store: Proxy) -> None:

@@ -1,10 +1,11 @@
 """Fetches the configured model into Hugging Face's cache, as the server would, and then leaves a mark; or waits for it.
 
-`python prefetch.py fetch CONFIG MARK`, `python prefetch.py wait MARK SECONDS`. A directory that is there may be half of
-one, so pods wait for the mark; why the last attempt failed stands beside it, and whoever waits prints it.
+`python prefetch.py fetch CONFIG MARK SECONDS`, `python prefetch.py wait MARK SECONDS`. A directory that is there may be
+half of one, so pods wait for the mark; why the last attempt failed stands beside it, and whoever waits prints it.
 """
 
 import logging
+import signal
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 TOLD_EVERY_S = 30.0
 
 
-def fetch(config_file: str, mark: str) -> int:
+def fetch(config_file: str, mark: str, seconds: str) -> int:
     from roseinfer.config.sources import load
     from roseinfer.errors import RoseinferError
     from roseinfer.model.checkpoint import resolve_checkpoint
@@ -21,15 +22,22 @@ def fetch(config_file: str, mark: str) -> int:
     logging.getLogger("roseinfer").setLevel(logging.INFO)  # how far the fetch is
     model = load(file=Path(config_file)).config.model
     Path(mark).parent.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGALRM, lambda *_: give_up(f"{model.path} has not been fetched in {seconds} s"))
+    signal.setitimer(signal.ITIMER_REAL, float(seconds))
     try:
         directory = resolve_checkpoint(model.path, model.revision)
     except (RoseinferError, OSError) as error:
         why_not(mark).write_text(f"{error}\n")
         print(error, file=sys.stderr)
         return 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
     Path(mark).write_text(f"{directory}\n")
     print(f"{model.path} is in {directory}")
     return 0
+
+
+def give_up(told: str) -> None:
+    raise TimeoutError(told)
 
 
 def wait(mark: str, seconds: str) -> int:

@@ -96,6 +96,13 @@ of spans (less than two). The grace period has to outlast their sum, or the kube
 {{- fail (printf "resources.%s has %s; give gpu.count, which sets requests and limits alike" $kind $.Values.gpu.resourceName) }}
 {{- end }}
 {{- end }}
+{{- $source := include "roseinfer.source" . | fromYaml }}
+{{- if and .Values.modelCache.prefetchJob.enabled $source.kind (ne $source.kind "fetched") }}
+{{- fail (printf "modelCache.prefetchJob.enabled and model.source is %s: there is nothing to fetch" .Values.model.source) }}
+{{- end }}
+{{- if and (eq $source.kind "image") (semverCompare "<1.31-0" .Capabilities.KubeVersion.Version) }}
+{{- fail (printf "model.source is %s and this is Kubernetes %s: image volumes came with 1.31" .Values.model.source .Capabilities.KubeVersion.Version) }}
+{{- end }}
 {{- if and .Values.modelCache.prefetchJob.enabled (not .Values.modelCache.enabled) }}
 {{- fail "modelCache.prefetchJob.enabled needs modelCache.enabled: pods cannot see what a job fetched elsewhere" }}
 {{- end }}

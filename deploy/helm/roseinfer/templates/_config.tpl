@@ -9,7 +9,7 @@ What another value decides cannot be given in `config` too, unless it is the sam
 {{- $runner := dict }}
 {{- if .Values.gpu.count }}
 {{- $_ := set $runner "device" "cuda" }}
-{{- else if and (include "roseinfer.cores" .) (not (has (dig "model" "path" "" (.Values.config | default dict)) (list "" "roseinfer/demo"))) }}{{/* that needs one */}}
+{{- else if and (include "roseinfer.cores" .) (not (has (.Values.model.source | default (dig "model" "path" "" (.Values.config | default dict))) (list "" "roseinfer/demo"))) }}{{/* that needs one */}}
 {{- $_ := set $runner "num_threads" (include "roseinfer.cores" . | int) }}
 {{- end }}
 {{- $tree := mergeOverwrite (dict "server" $server "runner" $runner) (deepCopy (.Values.config | default dict)) }}
@@ -28,6 +28,13 @@ What another value decides cannot be given in `config` too, unless it is the sam
 {{/* A list of {section, name, value, by}: options of the program that other values than `config` decide. */}}
 {{- define "roseinfer.decided" -}}
 {{- $decided := list }}
+{{- $source := include "roseinfer.source" . | fromYaml }}
+{{- if $source.kind }}
+{{- $decided = append $decided (dict "section" "model" "name" "path" "value" $source.path "by" "model.source") }}
+{{- if $source.revision }}
+{{- $decided = append $decided (dict "section" "model" "name" "revision" "value" $source.revision "by" "model.source") }}
+{{- end }}
+{{- end }}
 {{- if not (kindIs "invalid" .Values.lifecycle.drainTimeoutSeconds) }}
 {{- $decided = append $decided (dict "section" "server" "name" "drain_timeout_s" "value" .Values.lifecycle.drainTimeoutSeconds "by" "lifecycle.drainTimeoutSeconds") }}
 {{- end }}

@@ -69,6 +69,50 @@ app.kubernetes.io/component: {{ .component }}
 {{- end }}
 {{- end }}
 
+{{/*
+What model.source means: `path` for config.model.path, `kind` of what brings it there, and what that kind needs. An image
+or a claim is mounted in a folder of the model's name, after which the server calls the model.
+*/}}
+{{- define "roseinfer.source" -}}
+{{- $source := .Values.model.source | default "" }}
+{{- $rest := regexReplaceAll "^[a-z0-9]+://" $source "" | trimSuffix "/" }}
+{{- if hasPrefix "hf://" $source }}
+kind: fetched
+path: {{ $rest | splitList "@" | first | quote }}
+revision: {{ regexReplaceAll "^[^@]*@?" $rest "" | quote }}
+{{- else if or (hasPrefix "s3://" $source) (hasPrefix "gs://" $source) }}
+kind: fetched
+path: {{ $source | trimSuffix "/" | quote }}
+{{- else if hasPrefix "oci://" $source }}
+{{- if not (regexMatch "^.+(:[A-Za-z0-9_][A-Za-z0-9_.-]*|@sha256:[0-9a-f]{64})$" $rest) }}
+{{- fail (printf "model.source is %s: an image has a tag or a digest, and its model lies at its root" $source) }}
+{{- end }}
+kind: image
+reference: {{ $rest | quote }}
+{{- $mount := printf "/mnt/models/%s" ($rest | splitList "@" | first | splitList "/" | last | splitList ":" | first) }}
+mount: {{ $mount }}
+path: {{ $mount }}
+{{- else if hasPrefix "pvc://" $source }}
+kind: claim
+claim: {{ $rest | splitList "/" | first }}
+mount: /mnt/models/{{ $rest | splitList "/" | first }}
+path: {{ printf "/mnt/models/%s" $rest | quote }}
+{{- else if hasPrefix "/" $source }}
+kind: directory
+path: {{ $source | quote }}
+{{- else if $source }}
+{{- fail (printf "model.source is %s: it begins with hf://, s3://, gs://, oci:// or pvc://, or with the / of a directory" $source) }}
+{{- else }}
+kind: ""
+{{- end }}
+{{- end }}
+
+{{/* Whether an init container fetches the model; empty where nothing does, or the job. */}}
+{{- define "roseinfer.fetchesItself" -}}
+{{- $kind := (include "roseinfer.source" . | fromYaml).kind }}
+{{- and (eq $kind "fetched") (not .Values.modelCache.readOnly) (not .Values.modelCache.prefetchJob.enabled) | ternary "true" "" }}
+{{- end }}
+
 {{/* What the prefetch job leaves in the cache and pods wait for: one mark for each model and revision. */}}
 {{- define "roseinfer.prefetchId" -}}
 {{- $model := get (include "roseinfer.config" . | fromYaml) "model" | default dict }}

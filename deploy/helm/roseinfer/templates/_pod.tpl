@@ -55,7 +55,8 @@ exec:
 - name: HF_HOME
   value: {{ .Values.modelCache.mountPath }}
 {{- end }}
-{{- if and .Values.modelCache.readOnly (not (has "HF_HUB_OFFLINE" $given)) }}
+{{- /* What is here already is all that there is: the server asks nobody whether there is something newer. */}}
+{{- if and (or .Values.modelCache.readOnly (include "roseinfer.fetchesItself" .)) (not (has "HF_HUB_OFFLINE" $given)) }}
 - name: HF_HUB_OFFLINE
   value: "1"
 {{- end }}
@@ -159,7 +160,7 @@ affinity:
     name: {{ include "roseinfer.fullname" . }}
 - name: tmp
   emptyDir: {}
-{{- if .Values.modelCache.prefetchJob.enabled }}
+{{- if or .Values.modelCache.prefetchJob.enabled (include "roseinfer.fetchesItself" .) }}
 - name: scripts
   configMap:
     name: {{ include "roseinfer.fullname" . }}-scripts
@@ -170,6 +171,18 @@ affinity:
     claimName: {{ include "roseinfer.claimName" . }}
 {{- else }}
   emptyDir: {}
+{{- end }}
+{{- $source := include "roseinfer.source" . | fromYaml }}
+{{- if eq $source.kind "image" }}
+- name: source
+  image:
+    reference: {{ $source.reference | quote }}
+    pullPolicy: IfNotPresent
+{{- else if eq $source.kind "claim" }}
+- name: source
+  persistentVolumeClaim:
+    claimName: {{ $source.claim }}
+    readOnly: true
 {{- end }}
 {{- if .Values.shm.enabled }}
 - name: shm
@@ -212,6 +225,11 @@ affinity:
 - name: models
   mountPath: {{ .Values.modelCache.mountPath }}
   readOnly: {{ .Values.modelCache.readOnly }}
+{{- with (include "roseinfer.source" . | fromYaml).mount }}
+- name: source
+  mountPath: {{ . }}
+  readOnly: true
+{{- end }}
 {{- if .Values.shm.enabled }}
 - name: shm
   mountPath: /dev/shm
@@ -235,12 +253,61 @@ affinity:
 {{- end }}
 {{- end }}
 
+{{/* Fetches the model, in the job or before the server, with all that the server itself would have for that. */}}
+{{- define "roseinfer.fetchContainer" -}}
+- name: fetch-model
+  image: {{ default (include "roseinfer.image" .) .Values.model.image }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  command: [python, /scripts/prefetch.py, fetch, /etc/roseinfer/config.yaml, {{ include "roseinfer.prefetchMark" . }}, {{ .Values.model.timeoutSeconds | quote }}]
+  terminationMessagePolicy: FallbackToLogsOnError
+  env:
+    {{- $given := list }}
+    {{- range .Values.env }}
+    {{- $given = append $given .name }}
+    {{- end }}
+    {{- if not (has "HF_HOME" $given) }}
+    - name: HF_HOME
+      value: {{ .Values.modelCache.mountPath }}
+    {{- end }}
+    {{- include "roseinfer.userEnv" . | nindent 4 }}
+  {{- with .Values.envFrom }}
+  envFrom:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with .Values.securityContext }}
+  securityContext:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+  resources:
+    requests: {cpu: 500m, memory: 1Gi}
+    limits: {memory: 4Gi}
+  volumeMounts:
+    - name: models
+      mountPath: {{ .Values.modelCache.mountPath }}
+    - name: config
+      mountPath: /etc/roseinfer/config.yaml
+      subPath: config.yaml
+      readOnly: true
+    - name: scripts
+      mountPath: /scripts
+      readOnly: true
+    - name: tmp
+      mountPath: /tmp
+    {{- with .Values.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+{{- end }}
+
 {{- define "roseinfer.initContainers" -}}
+{{- if include "roseinfer.fetchesItself" . }}
+{{ include "roseinfer.fetchContainer" . }}
+{{- end }}
 {{- if .Values.modelCache.prefetchJob.enabled }}
 - name: wait-for-model
   image: {{ include "roseinfer.image" . }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
-  command: [python, /scripts/prefetch.py, wait, {{ include "roseinfer.prefetchMark" . }}, {{ .Values.modelCache.prefetchJob.timeoutSeconds | quote }}]
+  command: [python, /scripts/prefetch.py, wait, {{ include "roseinfer.prefetchMark" . }}, {{ .Values.model.timeoutSeconds | quote }}]
+  terminationMessagePolicy: FallbackToLogsOnError
   {{- with .Values.securityContext }}
   securityContext:
     {{- toYaml . | nindent 4 }}
