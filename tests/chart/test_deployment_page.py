@@ -7,8 +7,10 @@ import yaml
 from tests.chart.helm_process import CHART, ROOT, HelmProcess, Object
 
 PAGE = (ROOT / "docs" / "deployment.md").read_text()
-BLOCKS: list[Object] = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
-VALUES = [block for block in BLOCKS if not {"rules", "spec"} & set(block)]  # the adapter's, and those of Argo CD
+BLOCKS: list[Object] = [
+    found for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) for found in yaml.safe_load_all(block)
+]
+VALUES = [block for block in BLOCKS if not {"rules", "spec"} & set(block)]  # the adapter's, and whole objects
 
 
 def test_every_block_of_values_is_accepted(helm: HelmProcess) -> None:
@@ -41,3 +43,13 @@ def test_the_pickers_signals_are_the_files() -> None:
     )
     (engine,) = extractor["parameters"]["engineConfigs"]
     assert rows == {name: series for name, series in engine.items() if name.endswith("Spec")}
+
+
+def test_kserve_finds_what_the_objects_name() -> None:
+    services = {block["kind"]: block["spec"] for block in BLOCKS if "serving.kserve.io" in block.get("apiVersion", "")}
+    manifests = list(yaml.safe_load_all((ROOT / "deploy" / "kserve" / "cpu.yaml").read_text()))
+    runtime, config = (each["metadata"]["name"] for each in manifests)
+    model = services["InferenceService"]["predictor"]["model"]
+    assert model["runtime"] == runtime
+    assert model["modelFormat"]["name"] in {each["name"] for each in manifests[0]["spec"]["supportedModelFormats"]}
+    assert services["LLMInferenceService"]["baseRefs"] == [{"name": config}]

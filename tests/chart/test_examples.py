@@ -40,6 +40,9 @@ def test_the_oldest_version_is_the_charts(helm: HelmProcess) -> None:
 def test_the_versions_are_the_programs() -> None:
     from roseinfer import __version__
 
+    for path in (ROOT / "deploy" / "kserve").iterdir():
+        assert set(re.findall(r"image: roseinfer:(.*)-(?:cpu|cuda)", path.read_text())) == {__version__}
+
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
 

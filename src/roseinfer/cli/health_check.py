@@ -70,7 +70,7 @@ def refusal(server: ServerConfig) -> str:
         raise ConfigError("is 0, so the server took a free port that cannot be known here", param="server.port")
     address = _LOOPBACK.get(host, host)
     connection = http.client.HTTPConnection(address, port, timeout=TIMEOUT_S)
-    if not server.ops_port and server.tls_cert_file is not None:
+    if not server.ops_port and server.tls_cert_file:
         context = ssl.create_default_context()
         context.check_hostname = False  # the certificate is for the name that clients use
         context.verify_mode = ssl.CERT_NONE

@@ -19,10 +19,10 @@ class Certificate:
     @classmethod
     def configured(cls, config: ServerConfig) -> "Certificate | None":
         """The configured certificate, or None. Raises ConfigError for files that are no certificate and its key."""
-        if config.tls_cert_file is None and config.tls_key_file is None:
+        if not config.tls_cert_file and not config.tls_key_file:
             return None
-        if config.tls_cert_file is None or config.tls_key_file is None:
-            missing = "tls_cert_file" if config.tls_cert_file is None else "tls_key_file"
+        if not config.tls_cert_file or not config.tls_key_file:
+            missing = "tls_key_file" if config.tls_cert_file else "tls_cert_file"
             raise ConfigError("A certificate needs its key, and a key its certificate.", param=f"server.{missing}")
         return cls(Path(config.tls_cert_file), Path(config.tls_key_file))
 
