@@ -32,27 +32,42 @@ def schema() -> str:
     slo = properties["prometheusRule"]["properties"]["slo"]["properties"]
     slo["ttft"]["properties"]["thresholdSeconds"]["enum"] = list(WAIT_S)
     slo["itl"]["properties"]["thresholdSeconds"]["enum"] = list(TOKEN_S)
-    _require(tree, yaml.safe_load((CHART / "values.yaml").read_text()))
+    properties["models"]["items"] = _model(properties)
+    tree["allOf"] = [_needed(tree, yaml.safe_load((CHART / "values.yaml").read_text()))]
     return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
 
 
-def _require(tree: Schema, defaults: Any) -> None:
-    """Make a null for what has a default an error that names it: Helm would drop the default, and templates need it.
+def _model(properties: Schema) -> Schema:
+    """The schema of an entry of `models`: a name, and the chart's values but those of the release as a whole."""
+    whole = {"global", "enabled", "models", "extraManifests", "fullnameOverride", "ingress"}
+    name = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"}
+    values = {value: {"$ref": f"#/properties/{value}"} for value in properties if value not in whole}
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["name"],
+        "properties": {"name": name, **values},
+    }
 
-    A list, a map of free names and an empty text may be null, which is the same as empty.
+
+def _needed(tree: Schema, defaults: Any) -> Schema:
+    """What makes a null for what has a default an error that names it: Helm drops the default, and templates need it.
+
+    A list, a map of free names and an empty text may be null, which is the same as empty. It stands apart from what
+    each value may be, since an entry of `models` has only some of them.
     """
     needed = []
+    inner = {}
     for name, child in tree["properties"].items():
         default = defaults.get(name)
         if "properties" in child and name != "config":
-            _require(child, default)
+            inner[name] = _needed(child, default)
             needed.append(name)
         elif "null" in child["type"]:
             continue
         elif isinstance(default, bool | int | float) or (isinstance(default, str) and default):
             needed.append(name)
-    if needed:
-        tree["required"] = needed
+    return {"required": needed, "properties": {name: found for name, found in inner.items() if found}}
 
 
 def _without_references(tree: Schema) -> Schema:
