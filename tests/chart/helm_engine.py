@@ -39,6 +39,7 @@ CORE_KINDS = {
     "autoscaling/v2": ("HorizontalPodAutoscaler",),
     "policy/v1": ("PodDisruptionBudget",),
     "networking.k8s.io/v1": ("NetworkPolicy", "Ingress"),
+    "rbac.authorization.k8s.io/v1": ("Role", "RoleBinding"),
 }
 CUSTOM_KINDS = {
     "monitoring.coreos.com/v1": ("ServiceMonitor", "PodMonitor", "PrometheusRule"),

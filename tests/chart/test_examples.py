@@ -189,6 +189,8 @@ def test_the_picker_is_told_series_that_exist(example: ExampleOf) -> None:
     }
     label = extractor["parameters"]["engineLabelKey"]
     assert release.pod["metadata"]["labels"][label] == engine["name"]
+    (source,) = [plugin for plugin in picker["plugins"] if plugin["type"] == "metrics-data-source"]
+    assert source["parameters"] == {"interval": "500ms", "path": "/metrics/load"}
     defined = {plugin.get("name", plugin["type"]) for plugin in picker["plugins"]}
     assert {each["pluginRef"] for each in picker["schedulingProfiles"][0]["plugins"]} <= defined
     (backend,) = release.one("HTTPRoute")["spec"]["rules"][0]["backendRefs"]

@@ -56,7 +56,7 @@ def pod_of(device: str, kind: str, **options: bool) -> Object:
 def test_kubernetes_accepts_the_pod(helm: HelmProcess, device: str, kind: str) -> None:
     found = manifest(device, kind)
     assert found["apiVersion"] == KINDS[kind]
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": pod_of(device, kind)}
+    pod: Object = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, "spec": pod_of(device, kind)}
     for version in (OLDEST, NEWEST):
         assert helm.invalid(Rendered([pod], ""), version) == []
     (container,) = pod["spec"]["containers"]

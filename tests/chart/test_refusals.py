@@ -89,11 +89,11 @@ CONTRADICTIONS = [
     ("{autoscaling: {type: hpa, minReplicas: 5, maxReplicas: 4}}", "autoscaling.minReplicas is above"),
     ("{replicaCount: 3, autoscaling: {type: hpa}}", "replicaCount is 3 and autoscaling.type is hpa"),
     (
-        "{autoscaling: {type: keda, keda: {serverAddress: a, cooldownPeriod: 60}}}",
+        "{autoscaling: {type: keda, keda: {serverAddress: 'http://a', cooldownPeriod: 60}}}",
         "autoscaling.keda.cooldownPeriod must be above the drain",
     ),
     (
-        "{autoscaling: {type: keda, keda: {serverAddress: a, fallback: {replicas: 9}}}}",
+        "{autoscaling: {type: keda, keda: {serverAddress: 'http://a', fallback: {replicas: 9}}}}",
         "autoscaling.keda.fallback.replicas is outside",
     ),
     ("{pdb: {minAvailable: 1, maxUnavailable: null}}", "pdb.minAvailable is 1 of 1 replicas"),
@@ -106,12 +106,12 @@ CONTRADICTIONS = [
         "metrics.scrapedElsewhere beside metrics.serviceMonitor.enabled or metrics.podMonitor.enabled",
     ),
     ("{autoscaling: {type: hpa}}", "autoscaling.type is hpa and nothing scrapes the operations port"),
-    ("{autoscaling: {type: keda, keda: {serverAddress: a}}}", "say by metrics.scrapedElsewhere"),
+    ("{autoscaling: {type: keda, keda: {serverAddress: 'http://a'}}}", "say by metrics.scrapedElsewhere"),
     ("{autoscaling: {type: hpa}, metrics: {scrapedElsewhere: true}}", "networkPolicy.metricsFrom is empty"),
     ("{metrics: {compat: vllm}}", "it needs prometheusRule.enabled"),
     (
         "{inferencePool: {enabled: true, endpointPickerRef: {name: a}}, apiKeys: {existingSecret: s}}",
-        "inferencePool.enabled with apiKeys.existingSecret",
+        "inferencePool.enabled with apiKeys.existingSecret: the picker, which has no key, reads the operations port",
     ),
     (
         "{inferencePool: {enabled: true, endpointPickerRef: {name: a}}, tls: {existingSecret: s}}",

@@ -10,7 +10,7 @@ import yaml
 
 from tests.chart.conftest import ExampleOf
 from tests.chart.helm_process import CHART, HelmProcess, Object, Refused, Rendered, examples
-from tests.chart.test_values_fuzz import PATHS, nested
+from tests.chart.test_values_fuzz import PATHS, complaint, nested
 
 # What an API server compares with the object that is there, by kind; below `spec`.
 IMMUTABLE: dict[str, list[tuple[str, ...]]] = {
@@ -127,7 +127,7 @@ def others(schema: Object, now: Any) -> list[Any]:
 LEAVES = {
     path: child
     for path, child in PATHS.items()
-    if "properties" not in child and path[0] not in {"config", "global", "enabled"}
+    if "properties" not in child and path[0] not in {"config", "global", "enabled", "models"}
 }
 SECTIONS = sorted({path[0] for path in LEAVES})
 LISTS = {  # of Kubernetes' own objects, which the schema does not know
@@ -182,6 +182,13 @@ def one_changed(
             except Refused:
                 pass
     pytest.fail(f"{name} can become nothing else")
+
+
+def test_models_come_and_go(helm: HelmProcess) -> None:
+    models = [{"name": "small", **JOB}, {"name": "large"}]
+    both = helm.render({"models": models})
+    for fewer in ([models[0]], [models[1]], [{"name": "small", **JOB, "image": {"tag": "other"}}, models[1]]):
+        assert forbidden_changes(both, helm.render({"models": fewer})) == []
 
 
 def test_a_new_version_changes_nothing_that_may_not_change(helm: HelmProcess, next_chart: Path) -> None:
@@ -331,3 +338,12 @@ def test_two_releases_side_by_side_share_nothing(helm: HelmProcess) -> None:
         selector = found["spec"].get("selector") or found["spec"]["podSelector"]
         selector = selector.get("matchLabels", selector)
         assert not selector.items() <= labels.items(), found["kind"]
+
+
+@pytest.mark.parametrize("text", ["10", "true"])
+def test_a_text_that_looks_like_something_else_stays_a_text(helm: HelmProcess, text: str) -> None:
+    """A class of priority may be called 10, and YAML would read a number."""
+    texts = [path for path, child in LEAVES.items() if child.get("type") == "string" and "enum" not in child]
+    for path in texts:
+        if re.search(LEAVES[path].get("pattern", ""), text):
+            assert complaint(helm, merged(EVERYTHING, nested(path, text))) is None, path

@@ -17,6 +17,12 @@ PANICS = re.compile(
     "YAML parse error|converting YAML|index out of range|invalid value"
 )
 NUM_MIXES = 80
+OF_KUBERNETES = {  # a field of what is an object of its own
+    "affinity": "nodeAffinity",
+    "strategy": "type",
+    "podSecurityContext": "runAsUser",
+    "securityContext": "privileged",
+}
 
 
 def paths(tree: Object, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Object]]:
@@ -61,7 +67,13 @@ def complaint(helm: HelmProcess, values: Object) -> str | None:
 
 @pytest.mark.parametrize("path", PATHS, ids=".".join)
 def test_a_null_is_a_default_or_is_named(helm: HelmProcess, path: tuple[str, ...]) -> None:
+    """In the place of a value, in a list, and in a map of free names."""
     assert complaint(helm, nested(path, None)) is None
+    kind = PATHS[path].get("type")
+    if kind == "array":
+        assert complaint(helm, nested(path, [None])) is None
+    if kind == "object" and "properties" not in PATHS[path]:
+        assert complaint(helm, nested(path, {OF_KUBERNETES.get(path[-1], "a"): None})) is None
 
 
 def chosen(schema: Object, draw: random.Random) -> Any:
@@ -73,7 +85,7 @@ def chosen(schema: Object, draw: random.Random) -> Any:
     kind = schema.get("type", "object")
     kind = draw.choice(kind) if isinstance(kind, list) else kind
     low, high = schema.get("minimum", schema.get("exclusiveMinimum", -1) + 1), schema.get("maximum")
-    texts = ["", "a", "10", "1Gi", "15s", "50%", "/models/a", "a.b/c", "10.0.0.0/8", "x" * 63]
+    texts = ["", "a", "10", "1Gi", "15s", "50%", "/models/a", "a.b/c", "https://example.com", "10.0.0.0/8", "x" * 63]
     fitting = [each for each in texts if re.search(schema.get("pattern", ""), each)]
     candidates: dict[str, list[Any]] = {
         "boolean": [True, False],

@@ -265,8 +265,8 @@ of spans (less than two). The grace period has to outlast their sum, or the kube
 {{- if and $service.externalTrafficPolicy (eq $service.type "ClusterIP") }}
 {{- fail "service.externalTrafficPolicy is given and service.type is ClusterIP, which nobody reaches from outside" }}
 {{- end }}
-{{- if and .Values.inferencePool.enabled .Values.apiKeys.existingSecret }}
-{{- fail "inferencePool.enabled with apiKeys.existingSecret: the picker reads /metrics of the API port without a key; check keys at the gateway" }}
+{{- if and .Values.inferencePool.enabled .Values.apiKeys.existingSecret .Values.networkPolicy.enabled (not .Values.networkPolicy.metricsFrom) }}
+{{- fail "inferencePool.enabled with apiKeys.existingSecret: the picker, which has no key, reads the operations port; name it in networkPolicy.metricsFrom" }}
 {{- end }}
 {{- $tls := eq (include "roseinfer.scheme" .) "https" }}
 {{- if and .Values.inferencePool.enabled $tls }}

@@ -20,7 +20,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 app.kubernetes.io/name: {{ include "roseinfer.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{/*
@@ -28,8 +28,8 @@ Labels of pods of one component. They name no version: another chart with the sa
 nameOverride: with fullnameOverride beside it a Deployment would keep its name, whose selector nobody may change.
 */}}
 {{- define "roseinfer.podLabels" -}}
-app.kubernetes.io/name: {{ .context.Chart.Name }}
-app.kubernetes.io/instance: {{ .context.Release.Name }}
+app.kubernetes.io/name: {{ .context.Chart.Name | quote }}
+app.kubernetes.io/instance: {{ .context.Release.Name | quote }}
 app.kubernetes.io/component: {{ .component }}
 {{- end }}
 
@@ -91,10 +91,10 @@ kind: image
 reference: {{ $rest | quote }}
 {{- $mount := printf "/mnt/models/%s" ($rest | splitList "@" | first | splitList "/" | last | splitList ":" | first) }}
 mount: {{ $mount }}
-path: {{ $mount }}
+path: {{ $mount | quote }}
 {{- else if hasPrefix "pvc://" $source }}
 kind: claim
-claim: {{ $rest | splitList "/" | first }}
+claim: {{ $rest | splitList "/" | first | quote }}
 mount: /mnt/models/{{ $rest | splitList "/" | first }}
 path: {{ printf "/mnt/models/%s" $rest | quote }}
 {{- else if hasPrefix "/" $source }}

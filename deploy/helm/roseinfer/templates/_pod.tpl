@@ -53,7 +53,7 @@ exec:
 {{- end }}
 {{- if not (has "HF_HOME" $given) }}
 - name: HF_HOME
-  value: {{ .Values.modelCache.mountPath }}
+  value: {{ .Values.modelCache.mountPath | quote }}
 {{- end }}
 {{- /* What is here already is all that there is: the server asks nobody whether there is something newer. */}}
 {{- if and (or .Values.modelCache.readOnly (include "roseinfer.fetchesItself" .)) (not (has "HF_HUB_OFFLINE" $given)) }}
@@ -80,7 +80,7 @@ other variables of `env`, which therefore come first. The SDK adds a path to the
       fieldPath: status.hostIP
 {{- end }}
 {{- if not (has $name .given) }}
-- name: {{ $name }}
+- name: {{ $name | quote }}
   value: {{ $endpoint | quote }}
 {{- end }}
 {{- end }}
@@ -96,8 +96,8 @@ other variables of `env`, which therefore come first. The SDK adds a path to the
 - name: HF_TOKEN
   valueFrom:
     secretKeyRef:
-      name: {{ .existingSecret }}
-      key: {{ .key }}
+      name: {{ .existingSecret | quote }}
+      key: {{ .key | quote }}
 {{- end }}
 {{- end }}
 {{- with .Values.env }}
@@ -107,17 +107,17 @@ other variables of `env`, which therefore come first. The SDK adds a path to the
 
 {{/* What the serving pod and the job that fetches its model have in common: who they are, and where they may run. */}}
 {{- define "roseinfer.placement" -}}
-serviceAccountName: {{ include "roseinfer.serviceAccountName" . }}
+serviceAccountName: {{ include "roseinfer.serviceAccountName" . | quote }}
 automountServiceAccountToken: {{ .Values.serviceAccount.automount | default false }}
 {{- with .Values.imagePullSecrets }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .Values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .Values.schedulerName }}
-schedulerName: {{ . }}
+schedulerName: {{ . | quote }}
 {{- end }}
 {{- with .Values.podSecurityContext }}
 securityContext:
@@ -168,7 +168,7 @@ affinity:
 - name: models
 {{- if .Values.modelCache.enabled }}
   persistentVolumeClaim:
-    claimName: {{ include "roseinfer.claimName" . }}
+    claimName: {{ include "roseinfer.claimName" . | quote }}
 {{- else }}
   emptyDir: {}
 {{- end }}
@@ -181,34 +181,34 @@ affinity:
 {{- else if eq $source.kind "claim" }}
 - name: source
   persistentVolumeClaim:
-    claimName: {{ $source.claim }}
+    claimName: {{ $source.claim | quote }}
     readOnly: true
 {{- end }}
 {{- if .Values.shm.enabled }}
 - name: shm
   emptyDir:
     medium: Memory
-    sizeLimit: {{ .Values.shm.sizeLimit }}
+    sizeLimit: {{ .Values.shm.sizeLimit | quote }}
 {{- end }}
 {{- with .Values.apiKeys }}
 {{- if .existingSecret }}
 - name: keys
   secret:
-    secretName: {{ .existingSecret }}
+    secretName: {{ .existingSecret | quote }}
     items:
-      - key: {{ .key }}
+      - key: {{ .key | quote }}
         path: api-keys
 {{- end }}
 {{- end }}
 {{- with .Values.tls.existingSecret }}
 - name: tls
   secret:
-    secretName: {{ . }}
+    secretName: {{ . | quote }}
 {{- end }}
 {{- if .Values.profiling.enabled }}
 - name: captures
   emptyDir:
-    sizeLimit: {{ .Values.profiling.captureSizeLimit }}
+    sizeLimit: {{ .Values.profiling.captureSizeLimit | quote }}
 {{- end }}
 {{- with .Values.extraVolumes }}
 {{ tpl (toYaml .) $ }}
@@ -223,11 +223,11 @@ affinity:
 - name: tmp
   mountPath: /tmp
 - name: models
-  mountPath: {{ .Values.modelCache.mountPath }}
+  mountPath: {{ .Values.modelCache.mountPath | quote }}
   readOnly: {{ .Values.modelCache.readOnly }}
 {{- with (include "roseinfer.source" . | fromYaml).mount }}
 - name: source
-  mountPath: {{ . }}
+  mountPath: {{ . | quote }}
   readOnly: true
 {{- end }}
 {{- if .Values.shm.enabled }}
@@ -256,7 +256,7 @@ affinity:
 {{/* Fetches the model, in the job or before the server, with all that the server itself would have for that. */}}
 {{- define "roseinfer.fetchContainer" -}}
 - name: fetch-model
-  image: {{ default (include "roseinfer.image" .) .Values.model.image }}
+  image: {{ default (include "roseinfer.image" .) .Values.model.image | quote }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
   command: [python, /scripts/prefetch.py, fetch, /etc/roseinfer/config.yaml, {{ include "roseinfer.prefetchMark" . }}, {{ .Values.model.timeoutSeconds | quote }}]
   terminationMessagePolicy: FallbackToLogsOnError
@@ -267,7 +267,7 @@ affinity:
     {{- end }}
     {{- if not (has "HF_HOME" $given) }}
     - name: HF_HOME
-      value: {{ .Values.modelCache.mountPath }}
+      value: {{ .Values.modelCache.mountPath | quote }}
     {{- end }}
     {{- include "roseinfer.userEnv" . | nindent 4 }}
   {{- with .Values.envFrom }}
@@ -283,7 +283,7 @@ affinity:
     limits: {memory: 4Gi}
   volumeMounts:
     - name: models
-      mountPath: {{ .Values.modelCache.mountPath }}
+      mountPath: {{ .Values.modelCache.mountPath | quote }}
     - name: config
       mountPath: /etc/roseinfer/config.yaml
       subPath: config.yaml
@@ -304,7 +304,7 @@ affinity:
 {{- end }}
 {{- if .Values.modelCache.prefetchJob.enabled }}
 - name: wait-for-model
-  image: {{ include "roseinfer.image" . }}
+  image: {{ include "roseinfer.image" . | quote }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
   command: [python, /scripts/prefetch.py, wait, {{ include "roseinfer.prefetchMark" . }}, {{ .Values.model.timeoutSeconds | quote }}]
   terminationMessagePolicy: FallbackToLogsOnError
@@ -320,7 +320,7 @@ affinity:
       mountPath: /scripts
       readOnly: true
     - name: models
-      mountPath: {{ .Values.modelCache.mountPath }}
+      mountPath: {{ .Values.modelCache.mountPath | quote }}
       readOnly: true
 {{- end }}
 {{- with .Values.initContainers }}
