@@ -170,8 +170,8 @@ def test_an_endpoint_that_is_none_ends_the_start(tmp_path: Path) -> None:
 
 
 @contextmanager
-def prometheus(scraped_port: int, directory: Path) -> Iterator[str]:
-    """A Prometheus that scrapes the server and stores exemplars; its address."""
+def prometheus(scraped_port: int, directory: Path, features: str = "exemplar-storage") -> Iterator[str]:
+    """A Prometheus with these features that scrapes the server; its address."""
     config = {
         "global": {"scrape_interval": "200ms"},
         "scrape_configs": [
@@ -183,7 +183,7 @@ def prometheus(scraped_port: int, directory: Path) -> Iterator[str]:
     command = [
         *("prometheus", "--config.file", str(directory / "prometheus.yml"), "--log.level", "warn"),
         *("--storage.tsdb.path", str(directory / "data"), "--web.listen-address", f"127.0.0.1:{port}"),
-        *("--enable-feature", "exemplar-storage"),
+        *("--enable-feature", features),
     ]
     with (directory / "prometheus.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=os.environ)

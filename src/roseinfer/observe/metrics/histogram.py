@@ -24,20 +24,30 @@ TOKEN_S = (
     *(0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5),
 )
 REQUEST_S = (*(round(0.01 * 2**i, 2) for i in range(14)), 120.0, 240.0, 480.0, 960.0)
+# Exponential buckets, as Prometheus' native histograms and OpenTelemetry have them: bucket i ends at 2**(i / 8).
+SCHEMA = 3
+ZERO_THRESHOLD = 2.0**-128  # Prometheus' own; what is at most that large is in no bucket
+_PER_OCTAVE = 2**SCHEMA
+
 TOKENS = tuple(float(4**i) for i in range(10))
 SEQUENCES = tuple(float(2**i) for i in range(10))
 
 
 class Histogram:
-    """Counts of values by upper bound (inclusive, as Prometheus has it), the last bucket being unbounded."""
+    """Counts of values by upper bound (inclusive, as Prometheus has it), the last bucket being unbounded.
 
-    __slots__ = ("_edges", "bounds", "counts", "total")
+    With bounds it counts by exponential buckets, too: `exponents` has their index and count where there is one.
+    """
+
+    __slots__ = ("_edges", "bounds", "counts", "exponents", "num_zeros", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self._edges = np.array(self.bounds, np.float64)
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
+        self.exponents: dict[int, int] = {}
+        self.num_zeros = 0
 
     def add(self, values: Sequence[float]) -> int:
         """Counts the values; returns how many were refused because they are negative or not finite.
@@ -54,7 +64,15 @@ class Histogram:
             return count
         self.counts[bisect_left(self.bounds, value)] += count
         self.total += value * count
+        if self.bounds:
+            self._add_exponent(math.ceil(math.log2(value) * _PER_OCTAVE) if value > ZERO_THRESHOLD else None, count)
         return 0
+
+    def _add_exponent(self, index: int | None, count: int) -> None:
+        if index is None:
+            self.num_zeros += count
+        else:
+            self.exponents[index] = self.exponents.get(index, 0) + count
 
     def add_array(self, values: npt.NDArray[np.float64]) -> int:
         """Counts many values, all of them different; returns how many were refused."""
@@ -63,12 +81,18 @@ class Histogram:
         for index, count in enumerate(np.bincount(np.searchsorted(self._edges, taken)).tolist()):
             self.counts[index] += count
         self.total += float(taken.sum())
+        positive = taken[taken > ZERO_THRESHOLD]
+        self.num_zeros += len(taken) - len(positive)
+        indexes, numbers = np.unique(np.ceil(np.log2(positive) * _PER_OCTAVE), return_counts=True)
+        for exponent, number in zip(indexes.tolist(), numbers.tolist(), strict=True):
+            self._add_exponent(int(exponent), number)
         return len(values) - len(taken)
 
     def copy(self) -> "Histogram":
         twin = Histogram(self.bounds)
         twin.counts = self.counts.copy()
         twin.total = self.total
+        twin.exponents, twin.num_zeros = self.exponents.copy(), self.num_zeros
         return twin
 
     def cumulative_counts(self) -> list[int]:

@@ -7,7 +7,7 @@ is held for some microseconds; formatting, which takes milliseconds, happens on 
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 
@@ -22,6 +22,7 @@ from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.hub import WriteObserver, Writes
+from roseinfer.observe.metrics import protobuf
 from roseinfer.observe.metrics.catalogue import (
     CATALOGUE,
     GC_PAUSE,
@@ -41,12 +42,11 @@ from roseinfer.observe.metrics.catalogue import (
 )
 from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS, Exemplar, ExemplarShelf
 from roseinfer.observe.metrics.histogram import Histogram
+from roseinfer.observe.metrics.protobuf import Exemplars, Values
 from roseinfer.records import Advanced, LifecycleState, RequestTimeline, StepRecord, Violation
 from roseinfer.runtime.host import HostFacts
 
 Child = tuple[str, ...]  # the values of a metric's own labels
-Values = Mapping[Child, float | str | int | Histogram]
-Exemplars = Mapping[Child, Sequence[MetricExemplar | None]]  # one place for each bucket
 Bucket = tuple[str, float] | tuple[str, float, MetricExemplar]
 
 
@@ -175,11 +175,15 @@ class Metrics(Collector, WriteObserver):
             self._gc_pauses.add([pause_ns / NS_PER_S for pause_ns in pauses_ns])
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """Returns the page in the format that the Accept header asks for, OpenMetrics or Prometheus text, and its type.
+        """Returns the page and its type, in the format that the Accept header asks for.
+
+        It is OpenMetrics, Prometheus' protobuf, which alone has native histograms, or else Prometheus' text.
 
         May be called in any thread, and calls its listeners there; two at once are allowed, if wasteful.
         """
         encode, content_type = _encoder(accept)
+        if protobuf.is_preferred(accept):
+            encode, content_type = self._encode_protobuf, protobuf.CONTENT_TYPE
         start_ns = time.monotonic_ns()
         for begins in self.render_start_listeners:
             begins(start_ns)
@@ -212,6 +216,14 @@ class Metrics(Collector, WriteObserver):
             # Offers the interpreter to the event loop. Under endless scrapes another thread woke 5 ms late at p99 with
             # this line and 11 ms without; one scrape takes about 10 ms.
             time.sleep(0)
+
+    def _encode_protobuf(self, _: Collector) -> bytes:
+        pieces = []
+        for row, values, exemplars in self._snapshot():
+            labels = {"model_name": self._model_name} if row.is_per_model else {}
+            pieces.append(protobuf.encode_family(row, values, exemplars, labels))
+            time.sleep(0)  # as in `collect`
+        return b"".join(pieces)
 
     def _snapshot(self) -> list[tuple[Row, Values, Exemplars]]:
         with self._lock:

@@ -29,6 +29,8 @@ def test_an_array_is_counted_as_its_values_are(values: list[float]) -> None:
     assert together.add_array(np.array(values, np.float64)) == one_by_one.add(values)
     assert together.counts == one_by_one.counts
     assert together.total == pytest.approx(one_by_one.total)
+    assert sum(together.exponents.values()) + together.num_zeros == sum(together.counts)
+    assert together.num_zeros == one_by_one.num_zeros
 
 
 @settings(max_examples=20, deadline=None)
