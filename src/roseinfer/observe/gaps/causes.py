@@ -138,8 +138,8 @@ class Cause(StrEnum):
         title="wait for KV blocks",
         meaning="waiting for KV blocks after a preemption",
         option="cache.num_blocks",
-        advice="More blocks (or more memory: `cache.cpu_memory_mib`, `cache.memory_utilization`) make preemption "
-        "rarer; so does a smaller `scheduler.max_active_seqs`.",
+        advice="More blocks (more memory: `cache.cpu_memory_mib`, `cache.memory_utilization`; or smaller ones: "
+        "`cache.dtype: int8`) make preemption rarer; so does a smaller `scheduler.max_active_seqs`.",
         story="request {names} had lost its blocks; {step.num_used_blocks} of {step.num_total_blocks} were in use",
         column="num_used_blocks",
         place="memory",
@@ -150,8 +150,9 @@ class Cause(StrEnum):
         title="recomputation",
         meaning="computing again what a preemption had thrown away",
         option="cache.num_blocks",
-        advice="More blocks (or more memory: `cache.cpu_memory_mib`, `cache.memory_utilization`) make preemption "
-        "rarer; so does a smaller `scheduler.max_active_seqs`. Prefix caching shortens the computing again.",
+        advice="More blocks (more memory: `cache.cpu_memory_mib`, `cache.memory_utilization`; or smaller ones: "
+        "`cache.dtype: int8`) make preemption rarer; so does a smaller `scheduler.max_active_seqs`. Prefix "
+        "caching shortens the computing again.",
         story="request {names} was computed again, {step.num_prefill_tokens} tokens",
         column="num_prefill_tokens",
         place="memory",
