@@ -1,7 +1,9 @@
 """The runner: what it reports, how it is loaded, and that slots keep their last token on the device."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -52,6 +54,15 @@ def test_info(directory: Path, dtype: str) -> None:
     assert (info.quantization, info.kernels) == ("none", "")
     assert info.num_blocks == 4 * 7
     assert info.eos_token_ids == []
+
+
+@pytest.mark.parametrize(("cache_type", "kv_dtype"), [("auto", "float32"), ("int8", "int8")])
+def test_info_tells_the_type_of_the_cache(directory: Path, cache_type: Literal["auto", "int8"], kv_dtype: str) -> None:
+    """And a pool of so much memory has blocks of that type."""
+    config = replace(config_of(directory), cache=CacheConfig(dtype=cache_type, cpu_memory_mib=1))
+    info = load_runner(config, 256, lambda *_: None).info
+    block_bytes = {"float32": 16 * 2 * 2 * 2 * 16 * 4, "int8": 16 * 2 * 2 * 2 * (16 + 4)}[kv_dtype]
+    assert (info.kv_dtype, info.num_blocks) == (kv_dtype, (1 << 20) // block_bytes)
 
 
 def test_info_tells_which_linears_serve(directory: Path) -> None:

@@ -181,12 +181,13 @@ int find_blocks(const Call& call, const Rows<Products>& rows, int64_t tile_start
 
 // One tile of keys: the scores of all rows, then the weights of all, then the sums of all, so that no row waits for its
 // own. `heads` has the tile of each head, and after them the next tile, if there is one.
-template <class Products, class Stored>
-void attend_tile(const Call& call, const Tile<Stored>* heads, bool has_next, int64_t tile_start, Rows<Products>& rows) {
+template <class Products, class Few>
+void attend_tile(const Call& call, const Tile<typename Few::Number>* heads, bool has_next, int64_t tile_start,
+                 Rows<Products>& rows) {
     const int64_t row_size = padded_head_dim(call);
     Block blocks[MAX_ROWS];
     const int num_blocks = find_blocks(call, rows, tile_start, blocks);
-    Reader<typename Products::Number, Stored> reader{heads, rows.wide};
+    Reader<Products, Few> reader{heads, rows.wide, rows.num_rows <= Few::MAX_ROWS};
     for (int i = 0; i < num_blocks; i++) reader.num_keys = std::max(reader.num_keys, blocks[i].num_vectors() * LANES);
     const auto next_of = [&](const Block& block) {
         const bool is_followed = has_next || block.head + 1 < rows.num_heads;
@@ -194,11 +195,9 @@ void attend_tile(const Call& call, const Tile<Stored>* heads, bool has_next, int
     };
     for (int i = 0; i < num_blocks; i++) {
         const Block& block = blocks[i];
-        const Tile<Stored>* next = next_of(block);
-        const auto& tile = reader.keys(call, block.head, next);
         const float* key_scales = reader.key_scales(call, block.head);
-        Products::score(call, tile, reader.prefetched(next), block.num_rows, block.num_vectors(),
-                        rows.q + block.first * call.head_dim, rows.scores + block.first * KEY_TILE);
+        reader.score(call, block.head, next_of(block), block.num_rows, block.num_vectors(),
+                     rows.q + block.first * call.head_dim, rows.scores + block.first * KEY_TILE);
         for (int row = block.first; row < block.first + block.num_rows; row++) {
             const Span span = rows.span(call, tile_start, row);
             const float so_far = rows.maxima[row];
@@ -221,18 +220,16 @@ void attend_tile(const Call& call, const Tile<Stored>* heads, bool has_next, int
     }
     for (int i = 0; i < num_blocks; i++) {
         const Block& block = blocks[i];
-        const Tile<Stored>* next = next_of(block);
-        const auto& tile = reader.values(call, block.head, next);
-        Products::mix(call, tile, reader.prefetched(next), block.num_rows, block.num_keys,
-                      rows.weights + block.first * KEY_TILE, rows.corrections + block.first,
-                      rows.sums + block.first * row_size);
+        reader.mix(call, block.head, next_of(block), block.num_rows, block.num_keys,
+                   rows.weights + block.first * KEY_TILE, rows.corrections + block.first,
+                   rows.sums + block.first * row_size);
     }
 }
 
 // Takes the rows through all keys that one of them sees; heads side by side, as they lie in memory.
-template <class Products, class Stored>
+template <class Products, class Few>
 void attend_rows(const Call& call, const Item& item, const int32_t* blocks, Rows<Products>& rows) {
-    Tile<Stored> heads[MAX_HEADS + 1];
+    Tile<typename Few::Number> heads[MAX_HEADS + 1];
     const int64_t page_size = call.block_size * call.head_dim, last_position = rows.positions[rows.num_rows - 1];
     const int64_t first_seen = call.window ? std::max<int64_t>(0, rows.positions[0] - call.window + 1) : 0;
     int64_t start = first_seen / KEY_TILE * KEY_TILE;
@@ -246,14 +243,15 @@ void attend_rows(const Call& call, const Item& item, const int32_t* blocks, Rows
         const bool has_next = start + KEY_TILE <= last_position;
         auto& next = heads[rows.num_heads];
         if (has_next) find_tile(call, blocks, start + KEY_TILE, last_position, item.first_kv_head, next);
-        attend_tile(call, heads, has_next, start, rows);
+        attend_tile<Products, Few>(call, heads, has_next, start, rows);
         heads[0] = next;
     }
 }
 
-template <class Products, class Stored>
+template <class Products, class Few>
 void attend_item(const Call& call, const Item& item) {
     using Number = typename Products::Number;
+    using Stored = typename Few::Number;
     const int64_t head_dim = call.head_dim, row_size = padded_head_dim(call);
     const int64_t group = call.num_heads / call.num_kv_heads;
     const int64_t first_token = call.query_starts[item.sequence], last_token = call.query_starts[item.sequence + 1];
@@ -290,7 +288,7 @@ void attend_item(const Call& call, const Item& item) {
                 for (int head = 0; head < item.num_kv_heads; head++)
                     append<Products, Stored>(call, token, length, item.first_kv_head + head);
     Products::start(std::min(rows.num_rows, Products::MAX_ROWS));
-    attend_rows<Products, Stored>(call, item, call.block_table + call.slots[first_token] * call.block_table_stride, rows);
+    attend_rows<Products, Few>(call, item, call.block_table + call.slots[first_token] * call.block_table_stride, rows);
 
     each_row([&](int row, int64_t token, int64_t head) {
         Number* to = static_cast<Number*>(call.out) + (token * call.num_heads + head) * head_dim;
@@ -300,8 +298,10 @@ void attend_item(const Call& call, const Item& item) {
     });
 }
 
-template <class Products, class Stored>
+// The cache has the numbers that Few reads: those of the products, or int8.
+template <class Products, class Few = Products>
 void attend(const Call& call) {
+    using Stored = typename Few::Number;
     const Item* items = reinterpret_cast<const Item*>(call.items);
 #pragma omp parallel
     {
@@ -313,7 +313,7 @@ void attend(const Call& call) {
                         append<Products, Stored>(call, token, length, head);
         }
 #pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t item = 0; item < call.num_items; item++) attend_item<Products, Stored>(call, items[item]);
+        for (int64_t item = 0; item < call.num_items; item++) attend_item<Products, Few>(call, items[item]);
         Products::finish();
     }
 }
@@ -361,27 +361,30 @@ EXPORT void attention_plan(const int32_t* query_starts, const int32_t* positions
 
 namespace {
 
-// The type of the cache is that of queries and results, or int8.
-template <class Stored>
+// OfBytes is what reads a cache in int8, or else the same as Type.
+template <class Type, class OfBytes>
 void attend_bfloat16(const Call& call) {
 #if defined(__AMX_BF16__)
-    if (Tiles::can_compute(call)) return attend<Tiles, Stored>(call);
+    using Few = std::conditional_t<std::is_same_v<Type, OfBytes>, Tiles, OnlyWidened>;
+    if (Tiles::can_compute(call)) return attend<Tiles, Few>(call);
 #endif
-    attend<Registers<BFloat16>, Stored>(call);
+    attend<Registers<Type>, Registers<OfBytes>>(call);
 }
 
 }  // namespace
 
 EXPORT void attention_float32(const Step* step, const Layer* layer) {
-    attend<Registers<Float32>, float>(Call{*step, *layer});
+    attend<Registers<Float32>>(Call{*step, *layer});
 }
 
-EXPORT void attention_bfloat16(const Step* step, const Layer* layer) { attend_bfloat16<bfloat16>(Call{*step, *layer}); }
+EXPORT void attention_bfloat16(const Step* step, const Layer* layer) {
+    attend_bfloat16<BFloat16, BFloat16>(Call{*step, *layer});
+}
 
 EXPORT void attention_float32_int8(const Step* step, const Layer* layer) {
-    attend<Registers<Float32>, int8_t>(Call{*step, *layer});
+    attend<Registers<Float32>, Registers<Float32OfBytes>>(Call{*step, *layer});
 }
 
 EXPORT void attention_bfloat16_int8(const Step* step, const Layer* layer) {
-    attend_bfloat16<int8_t>(Call{*step, *layer});
+    attend_bfloat16<BFloat16, BFloat16OfBytes>(Call{*step, *layer});
 }

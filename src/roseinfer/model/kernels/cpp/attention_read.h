@@ -2,25 +2,40 @@
 
 #pragma once
 
-#include "attention.h"
+#include "attention_registers.h"
+#include "attention_tiles.h"
 
 #include <type_traits>
 
 namespace {
 
-// The tiles of the heads of an item at one place. A cache of the products' own type is read where it lies.
-template <class Number, class Stored>
-struct Reader {
-    const Tile<Stored>* heads;
-    Number* wide;      // not used
-    int num_keys = 0;  // of the tile that some row sees, in whole registers
+// Products with the tiles of an item's heads at one place, as they lie in a cache of the products' own type.
+template <class Products>
+struct PlainReader {
+    using Operand = typename Products::Operand;
+    using Pages = Tile<typename Products::Number>;
 
-    const Tile<Number>& keys(const Call&, int head, const Tile<Stored>*) const { return heads[head]; }
-    const Tile<Number>& values(const Call&, int head, const Tile<Stored>*) const { return heads[head]; }
-    // The tile that products prefetch beside their work.
-    const Tile<Number>* prefetched(const Tile<Stored>* next) const { return next; }
+    const Pages* heads;
+    typename Products::Number* wide;  // not used
+    bool are_few;                     // not used
+    int num_keys = 0;                 // of the tile that some row sees, in whole registers
+
+    void score(const Call& call, int head, const Pages* next, int num_rows, int num_vectors, const Operand* q,
+               float* scores) const {
+        Products::score(call, heads[head], next, num_rows, num_vectors, q, scores);
+    }
+    void mix(const Call& call, int head, const Pages* next, int num_rows, int last, const Operand* weights,
+             const float* corrections, float* sums) const {
+        Products::mix(call, heads[head], next, num_rows, last, weights, corrections, sums);
+    }
     const float* key_scales(const Call&, int) const { return nullptr; }
     const float* value_scales(const Call&, int) const { return nullptr; }
+};
+
+// In place of products that read int8.
+struct OnlyWidened {
+    using Number = int8_t;
+    static constexpr int MAX_ROWS = 0;
 };
 
 inline void widen(const int8_t* __restrict from, float* __restrict to) {
@@ -37,26 +52,37 @@ inline void widen(const int8_t* __restrict from, bfloat16* __restrict to) {
     }
 }
 
-// A cache in int8: the keys of a head, or its values, are widened once for all rows, into the same place.
-template <class Number>
-struct Reader<Number, int8_t> {
-    const Tile<int8_t>* heads;
+// A cache in int8. Where one block has all rows of a head, Few widens in registers; else the keys of a head, and then its
+// values, are widened once for all rows. Both multiply the same numbers in the same order.
+template <class Products, class Few>
+struct BytesReader {
+    using Number = typename Products::Number;
+    using Operand = typename Products::Operand;
+    using Pages = Tile<int8_t>;
+
+    const Pages* heads;
     Number* wide;  // [KEY_TILE, head_dim], in pages
+    bool are_few;
     int num_keys = 0;
     const int8_t* const* pages = nullptr;  // whose numbers `wide` has
     const int8_t* const* scaled_pages = nullptr;
     Tile<Number> tile;
     alignas(64) float scales[KEY_TILE];
 
-    const Tile<Number>& keys(const Call& call, int head, const Tile<int8_t>* next) {
+    void score(const Call& call, int head, const Pages* next, int num_rows, int num_vectors, const Operand* q,
+               float* scores) {
+        if constexpr (Few::MAX_ROWS > 0)
+            if (are_few) return Few::score(call, heads[head], next, num_rows, num_vectors, q, scores);
         widen_pages(call, heads[head].keys, next ? next->keys : nullptr, tile.keys);
-        return tile;
+        Products::score(call, tile, nullptr, num_rows, num_vectors, q, scores);
     }
-    const Tile<Number>& values(const Call& call, int head, const Tile<int8_t>* next) {
+    void mix(const Call& call, int head, const Pages* next, int num_rows, int last, const Operand* weights,
+             const float* corrections, float* sums) {
+        if constexpr (Few::MAX_ROWS > 0)
+            if (are_few) return Few::mix(call, heads[head], next, num_rows, last, weights, corrections, sums);
         widen_pages(call, heads[head].values, next ? next->values : nullptr, tile.values);
-        return tile;
+        Products::mix(call, tile, nullptr, num_rows, last, weights, corrections, sums);
     }
-    const Tile<Number>* prefetched(const Tile<int8_t>*) const { return nullptr; }
     const float* key_scales(const Call& call, int head) {
         return find_scales(call, heads[head].keys, call.keys, call.key_scales);
     }
@@ -89,5 +115,9 @@ private:
         return scales;
     }
 };
+
+template <class Products, class Few>
+using Reader =
+    std::conditional_t<std::is_same_v<Products, Few>, PlainReader<Products>, BytesReader<Products, Few>>;
 
 }  // namespace

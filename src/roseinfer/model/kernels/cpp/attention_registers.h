@@ -60,6 +60,60 @@ struct BFloat16 {
 #endif
 };
 
+// The same numbers out of int8, widened on their way into a register. For few rows, since each four of them do it anew.
+
+#if defined(__AVX512F__)
+
+// Two halves, of which one may be missing, as a whole register of bytes.
+template <int SIZE>
+struct Joined {
+    int8_t bytes[SIZE] = {};
+    Joined(const int8_t* low, const int8_t* high = nullptr) {
+        std::memcpy(bytes, low, SIZE / 2);
+        if (high) std::memcpy(bytes + SIZE / 2, high, SIZE / 2);
+    }
+};
+
+#endif
+
+struct Float32OfBytes : Float32 {
+    using Number = int8_t;
+
+    static Vector load(const Number* from) { return load_bytes(from); }
+#if defined(__AVX512F__)
+    static Vector load_half(const Number* from) { return load(Joined<LANES>(from).bytes); }
+    static Vector join(const Number* low, const Number* high) { return load(Joined<LANES>(low, high).bytes); }
+#endif
+};
+
+struct BFloat16OfBytes : BFloat16 {
+    using Number = int8_t;
+
+#ifdef HAS_BFLOAT16_PRODUCTS
+    using Vector = Words;
+    static Vector load(const Number* from) { return small_bfloat16(load_bytes(from), load_bytes(from + LANES)); }
+#else
+    struct Vector {  // of each pair
+        Floats lower;
+        Floats upper;
+    };
+    static Vector load(const Number* from) {
+        typedef int16_t Pairs __attribute__((vector_size(LANES * sizeof(int16_t))));
+        Pairs pairs;
+        std::memcpy(&pairs, from, sizeof pairs);
+        const Integers wide = __builtin_convertvector(pairs, Integers);
+        return {__builtin_convertvector(wide << 24 >> 24, Floats), __builtin_convertvector(wide >> 8, Floats)};
+    }
+    static Floats dot(Floats sum, const Operand* a, const Vector& b) {
+        return multiply_add(splat(a[1]), b.upper, multiply_add(splat(a[0]), b.lower, sum));
+    }
+#endif
+#if defined(__AVX512F__)
+    static Vector load_half(const Number* from) { return load(Joined<2 * LANES>(from).bytes); }
+    static Vector join(const Number* low, const Number* high) { return load(Joined<2 * LANES>(low, high).bytes); }
+#endif
+};
+
 // scores[row][lane] = q[row] . k[lane], of registers first_vector.. of a tile
 template <class Type, int NUM_ROWS, int NUM_VECTORS, bool JOINS>
 [[gnu::noinline]] void score_block(const Call& call, const Tile<typename Type::Number>& tile,

@@ -11,11 +11,12 @@
 //     scale_by_power(x, n)            2^n * x for whole n from -126 to 127
 //     zero_below(x, y, limit)         x, or 0 where y < limit
 //     reciprocal(x)                   1 / x to 2 units in the last place, for x in 1..2^20
-//     store_bytes(to, x)              whole numbers from -128 to 127
+//     store_bytes(to, x)              whole numbers from -128 to 127; load_bytes(from) reads them
 //     lower_bfloat16, upper_bfloat16  those of each word, widened
 //     load_halves, store_halves, half_to_float, to_half   float16; rounded to nearest, ties to even
 // With HAS_BFLOAT16_PRODUCTS there are instructions for
 //     add_bfloat16_pairs(sum, a, b)   sum + the two products of bfloat16 in each word
+//     small_bfloat16(a, b)            words of the numbers of a and then of b, which bfloat16 has exactly
 // and with HAS_BFLOAT16_STORE one, or a few, for
 //     store_bfloat16(to, x)           rounded as to_bfloat16 does; on x86, numbers below the smallest normal one become 0
 // dot.h tells what is there for integers.

@@ -65,6 +65,10 @@ static inline void store_bytes(int8_t* to, Floats x) {
     for (int lane = 0; lane < LANES; ++lane) to[lane] = int8_t(int32_t(all[lane]));
 }
 
+static inline Floats load_bytes(const int8_t* from) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+}
+
 // ---- bfloat16
 
 static inline Floats lower_bfloat16(Words x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }

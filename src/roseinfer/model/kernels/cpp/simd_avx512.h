@@ -66,6 +66,10 @@ static inline void store_bytes(int8_t* to, Floats x) {
     _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(x)));
 }
 
+static inline Floats load_bytes(const int8_t* from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+}
+
 // ---- bfloat16
 
 static inline Floats lower_bfloat16(Words x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
@@ -83,6 +87,8 @@ static inline Words splat_word(int32_t x) { return _mm512_set1_epi32(x); }
 static inline Floats add_bfloat16_pairs(Floats sum, Words a, Words b) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 }
+
+static inline Words small_bfloat16(Floats a, Floats b) { return (Words)_mm512_cvtne2ps_pbh(b, a); }
 
 static inline void store_bfloat16(uint16_t* to, Floats x) {
     const __m256bh halves = _mm512_cvtneps_pbh(x);

@@ -56,6 +56,13 @@ static inline void store_bytes(int8_t* to, Floats x) {
     __builtin_memcpy(to, &word, sizeof word);
 }
 
+static inline Floats load_bytes(const int8_t* from) {
+    int32_t word;
+    __builtin_memcpy(&word, from, sizeof word);
+    const int16x8_t halves = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(word)));
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(halves)));
+}
+
 // ---- bfloat16
 
 static inline Floats lower_bfloat16(Words x) { return vreinterpretq_f32_u32(vshlq_n_u32(x, 16)); }
@@ -69,6 +76,10 @@ static inline Floats upper_bfloat16(Words x) {
 
 static inline Floats add_bfloat16_pairs(Floats sum, Words a, Words b) {
     return vbfdotq_f32(sum, vreinterpretq_bf16_u32(a), vreinterpretq_bf16_u32(b));
+}
+
+static inline Words small_bfloat16(Floats a, Floats b) {
+    return vreinterpretq_u32_u16(vuzp2q_u16(vreinterpretq_u16_f32(a), vreinterpretq_u16_f32(b)));
 }
 
 #else
