@@ -18,7 +18,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import count
 from pathlib import Path
@@ -234,7 +234,10 @@ class Observed:
         self.single = {name: Hub([observer], MAX_DELAY_S) for name, observer in observers.items()}
         self.metrics.watch(self.attribution, lambda: self.everything.spent_ns)
         self.client = AsyncEngine(ProcessTransport(self.config), self.everything, 30.0)
-        self.service = Service(self.config, self.client, self.everything, None, self.attribution.ledger)
+        self.service = Service(self.config, self.client, self.everything, None, self.ledgers)
+
+    async def ledgers(self, timelines: Sequence[RequestTimeline], until_ns: int) -> list[dict[str, object]]:
+        return [self.attribution.ledger(timeline, until_ns) for timeline in timelines]
 
     def observe(self, observer: Observer) -> None:
         self.client.observer = self.service.observer = observer
@@ -250,7 +253,7 @@ class Observed:
             page, _content_type = await asyncio.to_thread(self.metrics.render, "")
             return web.Response(body=page)
 
-        instruments = Instruments(metrics=handle_metrics, ledger=self.attribution.ledger)
+        instruments = Instruments(metrics=handle_metrics, ledgers=self.ledgers)
         runner = build_runner(build_app(self.service, instruments), 0.5)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -26,10 +26,10 @@ from roseinfer.config.options import CacheConfig, SchedulerConfig
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.stopwatch import Phases
-from roseinfer.engine.link.frames import encode_frame
 from roseinfer.engine.pace import Pace
 from roseinfer.engine.speculation import Speculation
 from roseinfer.messages import EngineInfo, Request, SamplingParams
+from roseinfer.runtime.frames import encode_frame
 
 VOCAB_SIZE = 50257
 MAX_MODEL_LEN = 1024

@@ -320,3 +320,6 @@ class Observer:
 
     def on_rest(self, violations: Sequence[Violation]) -> None:
         """The engine was idle, and the invariants were checked: these did not hold."""
+
+    def on_resume(self, timelines: Sequence[RequestTimeline]) -> None:
+        """Facts before this moment were lost; these requests are in flight."""

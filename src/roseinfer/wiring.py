@@ -1,25 +1,19 @@
-"""The composition root: builds the engine, its client and the server from the concrete classes.
+"""Builds the engine and its client from the concrete classes; `serving.py` builds the server, `observing.py` telemetry.
 
 The thread transport calls `build_engine` in its thread, the process transport in its child.
 """
 
-import asyncio
-import ctypes
-import gc
 import logging
-import os
-import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from roseinfer import __version__
 from roseinfer.config.options import Config
 from roseinfer.engine import loop as engine_loop
 from roseinfer.engine.core.constraint import Grammars
@@ -39,16 +33,11 @@ from roseinfer.observe.hub import Hub
 from roseinfer.observe.tracing.nvtx import make_marker
 from roseinfer.records import LifecycleState, Observer
 from roseinfer.runtime import memory
-from roseinfer.runtime.cpu_waits import LoopWaits
-from roseinfer.runtime.gc_pauses import GcPauses
-from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
+from roseinfer.runtime.child_process import live_as_child
 
 _log = logging.getLogger(__name__)
 
-_LARGE_PAGE = 16384  # bytes, from which on a page is compressed, in another thread
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 _LAST_WORDS_TIMEOUT_S = 1.0
-_SWITCH_INTERVAL_S = 0.001  # the event loop waits this long for each busy thread; Python's default is five times that
 
 
 class _StartupClock:
@@ -154,10 +143,10 @@ def _checks_when_idle(config: Config) -> bool:
 
 def build_client(config: Config, observers: Sequence[Observer]) -> AsyncEngine:
     """An engine client over the configured transport, not started, that reports facts to the observers."""
-    return _client(config, Hub(observers))
+    return make_client(config, Hub(observers))
 
 
-def _client(config: Config, observer: Observer) -> AsyncEngine:
+def make_client(config: Config, observer: Observer) -> AsyncEngine:
     transport: Transport
     if config.engine.transport == "process":
         transport = ProcessTransport(config)
@@ -169,10 +158,7 @@ def _client(config: Config, observer: Observer) -> AsyncEngine:
 
 def engine_main(fd: int, build: BuildEngine = build_engine) -> int:
     """The child process of `ProcessTransport`: an engine at the other end of the socket `fd`. Returns the exit code."""
-    _die_with_parent()
-    # A service manager signals this process too, but the front end decides when it ends.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    live_as_child()
     with socket.socket(fileno=fd) as connection:
         try:
             heartbeat = receive_heartbeat(connection)
@@ -187,81 +173,3 @@ def engine_main(fd: int, build: BuildEngine = build_engine) -> int:
         except EOFError:
             return 0
     return 0 if is_sound else 70
-
-
-def _die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends; elsewhere end-of-file has to do."""
-    if sys.platform == "linux":
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(0)  # it ended before the kernel was asked
-
-
-def serve(config: Config, more_keys: str = "") -> int:
-    """Serve until a signal; `more_keys` are added to the file's. Returns the exit code. Raises ConfigError."""
-    # Imported here because the engine's process imports this file too and needs none of them.
-    from aiohttp import web
-
-    from roseinfer.observe.observation import Observation
-    from roseinfer.observe.recorder import capture
-    from roseinfer.observe.recorder.rendering import RenderProcess
-    from roseinfer.server import lifecycle
-    from roseinfer.server.app import LOAD_PATH, Instruments
-    from roseinfer.server.ops import debug, profile
-    from roseinfer.text.grammar.checker import GrammarChecker
-
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    if config.engine.transport == "process":
-        memory.prefer_giving_back()
-    renderer, gc_pauses, loop_waits = RenderProcess(), GcPauses(), LoopWaits()
-    output = logs.configure(config.observe, sys.stderr)
-    observation = Observation(config, __version__, renderer.render, gc_pauses, loop_waits, lambda: output.num_dropped)
-    client = _client(config, observation.hub)
-    observation.capture.profile = client.profile
-    observation.flight.queue = client.queue_estimate.report
-
-    async def handle_metrics(request: web.Request) -> web.Response:
-        observation.hub.catch_up()
-        accept = request.headers.get("Accept", "")
-        if request.path == LOAD_PATH:
-            page, content_type = observation.metrics.render_load(accept)
-        else:
-            page, content_type = await asyncio.to_thread(observation.metrics.render, accept)
-        response = web.Response(body=page, headers={"Content-Type": content_type}, zlib_executor_size=_LARGE_PAGE)
-        if len(page) >= _LARGE_PAGE:
-            response.enable_compression()  # where the scraper takes it, as Prometheus does
-        return response
-
-    observe = config.observe
-    new_directory = partial(capture.profile_directory, observe.capture_dir, observe.capture_max_mib)
-    write_manifest = partial(capture.write_profile_manifest, observation.capture.facts)
-    debug_routes = [*debug.routes(observation.flight), profile.route(new_directory, write_manifest)]
-    debug_routes.append(debug.invariants_route(observation.integrity.report))
-    checker = GrammarChecker(config.structured, lambda: client.info)
-    instruments = Instruments(handle_metrics, observation.ledger, debug_routes, checker)
-
-    # Once, after the engine started, which would inherit it; a later one is started by a thread that is not nicer.
-    become_nicer = cache(partial(be_nicer, FRONT_END_NICENESS if config.engine.transport == "process" else 0))
-
-    def on_ready(url: str) -> None:
-        observation.set_engine_info(client.info)
-        become_nicer()
-        _settle(config, client.info, url)
-
-    try:
-        with gc_pauses, asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(loop_waits.selector())) as runner:
-            return runner.run(lifecycle.run(config, client, observation.hub, instruments, on_ready, more_keys))
-    finally:
-        for opened in (observation, renderer, checker, output):
-            opened.close()
-
-
-def _settle(config: Config, info: EngineInfo, url: str) -> None:
-    """End the start-up: freeze what it made, and log what serves."""
-    gc.collect()
-    gc.freeze()  # later collections need not walk it
-    if info.device == "cpu" and not info.kernels and config.runner.kernels != "off":
-        _log.warning("no compiled kernels were found, so plain torch serves; `roseinfer kernels build` makes them")
-    facts = msgspec.structs.asdict(info) | {"sampling_defaults": msgspec.structs.asdict(info.sampling_defaults)}
-    _log.info("ready on %s", url, extra=facts)

@@ -13,12 +13,12 @@ from aiohttp import web
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.records import Advanced
-from roseinfer.server.app import Instruments, build_ops_app, build_runner
+from roseinfer.server.app import build_runner
 from roseinfer.server.ops import debug
 from tests.conftest import require_tool
 from tests.e2e.chromium import Browser, browsing, running_chromium
 from tests.unit.observe.flights import add_waiting, make_flight
-from tests.unit.server.harness import ScriptedEngine, metrics_handler, serving
+from tests.unit.server.harness import ScriptedEngine, ops_app, serving
 
 pytestmark = pytest.mark.e2e
 
@@ -37,9 +37,8 @@ async def operations(
 ) -> AsyncIterator[str]:
     """The URL of an operations port that answers from a flight."""
     routes = debug.routes(flight)
-    instruments = Instruments(metrics=metrics_handler, ledger=lambda *_: {}, debug_routes=routes)
     async with serving(ScriptedEngine(), keys=keys, ops_host=ops_host) as server:
-        runner = build_runner(build_ops_app(server.service, instruments), 0.5)
+        runner = build_runner(ops_app(server.service, routes), 0.5)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:

@@ -14,11 +14,10 @@ from roseinfer.engine.link.frames import (
     CommandDecoder,
     CommandEncoder,
     EngineLink,
-    FrameBuffer,
     Sent,
-    encode_frame,
 )
 from roseinfer.messages import Abort, Command, EngineFailure, Event, SamplingParams
+from roseinfer.runtime.frames import FrameBuffer, encode_frame
 from tests.fuzz.mutations import corpus, mutated
 from tests.unit.engine.harness import make_engine, make_request
 

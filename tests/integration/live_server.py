@@ -26,7 +26,7 @@ from roseinfer.runtime.cpu_waits import LoopWaits
 from roseinfer.runtime.gc_pauses import GcPauses
 from roseinfer.server.app import Instruments, build_app, build_runner
 from roseinfer.server.service import Service
-from tests.unit.server.harness import text_model
+from tests.unit.server.harness import ledgers_of, text_model
 
 
 class Tape(Observer):
@@ -128,9 +128,9 @@ async def live(
     await client.start(lambda _: None)
     flight.engine_info = client.info
     attribution.set_graphs(has_graphs=bool(client.info.graph_sizes))
-    service = Service(config, client, hub, None, attribution.ledger)
+    service = Service(config, client, hub, None, ledgers_of(attribution))
     service.open(text_model())
-    instruments = Instruments(metrics=_metrics_handler(metrics), ledger=attribution.ledger)
+    instruments = Instruments(metrics=_metrics_handler(metrics), ledgers=ledgers_of(attribution))
     runner = build_runner(build_app(service, instruments), 0.5)
     await runner.setup()
     try:

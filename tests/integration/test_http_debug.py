@@ -5,7 +5,7 @@ import base64
 import io
 import json
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from roseinfer.messages import ProfileEnded
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.observe.recorder.recording import Recording
-from roseinfer.server.app import Instruments, build_ops_app, build_runner
+from roseinfer.server.app import build_runner
 from roseinfer.server.ops import debug, debug_access, profile
 from roseinfer.server.ops.debug_access import is_loopback
 from tests.unit.observe.flights import make_flight
-from tests.unit.server.harness import Answer, ScriptedEngine, metrics_handler, serving
+from tests.unit.server.harness import Answer, ScriptedEngine, ops_app, serving
 
 
 class Operations:
@@ -41,11 +42,14 @@ class Operations:
 async def operations(
     flight: Flight | None = None, *, ops_host: str = "127.0.0.1", keys: list[str] | None = None, **config: Any
 ) -> AsyncIterator[Operations]:
-    routes = [*debug.routes(flight or make_flight()), profile.route(lambda: Path("new"), lambda *_: None)]
-    routes.append(debug.invariants_route(dict))
-    instruments = Instruments(metrics=metrics_handler, ledger=lambda *_: {}, debug_routes=routes)
     async with serving(ScriptedEngine(), keys=keys, ops_host=ops_host, **config) as server:
-        app = build_ops_app(server.service, instruments)
+
+        async def begin_profile(num_steps: int, path: str) -> Awaitable[ProfileEnded]:
+            return server.engine.profile(num_steps, path)
+
+        routes = [*debug.routes(flight or make_flight()), debug.invariants_route(dict)]
+        routes.append(profile.route(begin_profile, lambda: Path("new"), lambda *_: None))
+        app = ops_app(server.service, routes)
         runner = build_runner(app, 0.5)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

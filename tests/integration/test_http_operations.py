@@ -9,9 +9,9 @@ from aiohttp import web
 
 from roseinfer import __version__
 from roseinfer.records import FinishReason
-from roseinfer.server.app import build_ops_app, build_runner
+from roseinfer.server.app import build_runner
 from roseinfer.server.middleware import PROBE_PATHS
-from tests.unit.server.harness import INSTRUMENTS, ScriptedEngine, says, serving
+from tests.unit.server.harness import ScriptedEngine, ops_app, says, serving
 
 
 async def test_the_probes_of_a_ready_server() -> None:
@@ -82,7 +82,7 @@ async def test_each_key_opens_the_door_and_has_a_cache_of_its_own() -> None:
 
 async def test_the_operations_port_needs_no_key_and_serves_no_tokens(tmp_path: Path) -> None:
     async with serving(ScriptedEngine(), keys=KEYS) as server:
-        runner = build_runner(build_ops_app(server.service, INSTRUMENTS), 0.5)
+        runner = build_runner(ops_app(server.service), 0.5)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"

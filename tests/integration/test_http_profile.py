@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from roseinfer.messages import ProfileEnded
 from roseinfer.server.app import build_runner
 from roseinfer.server.middleware import answer_errors, identify
 from roseinfer.server.ops.profile import route
-from roseinfer.server.service import SERVICE
+from roseinfer.server.port import PORT
 from tests.unit.server.harness import Answer, ScriptedEngine, Server, serving
 
 
@@ -22,8 +22,12 @@ async def profiling(write_manifest: Callable[[Path, int], None] = lambda _path, 
     """A server whose port answers `/debug/profile` alone."""
     async with serving(ScriptedEngine()) as server:
         app = web.Application(middlewares=[identify, answer_errors])
-        app[SERVICE] = server.service
-        app.add_routes([route(lambda: Path("traces") / "new", write_manifest)])
+        app[PORT] = server.service
+
+        async def begin_profile(num_steps: int, path: str) -> Awaitable[ProfileEnded]:
+            return server.engine.profile(num_steps, path)
+
+        app.add_routes([route(begin_profile, lambda: Path("traces") / "new", write_manifest)])
         runner = build_runner(app, 0.5)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -15,12 +15,12 @@ from roseinfer.errors import SlowReader
 from roseinfer.messages import ProfileEnded, Request, TokenOutput
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.records import EngineTimes, FinishReason, RequestTimeline
-from roseinfer.server.app import Instruments, build_ops_app, build_runner
+from roseinfer.server.app import build_runner
 from roseinfer.server.ops import debug, profile
 from tests.integration.test_http_connections import HEAD, connected
 from tests.unit.observe.facts import Page, make_metrics
 from tests.unit.observe.flights import make_flight
-from tests.unit.server.harness import ScriptedEngine, Server, metrics_handler, says, serving
+from tests.unit.server.harness import ScriptedEngine, Server, ops_app, says, serving
 
 TABLE = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
 DOCUMENTED = {
@@ -143,9 +143,12 @@ async def asks_for_another_site(server: Server) -> int:
 @asynccontextmanager
 async def operations(server: Server) -> AsyncIterator[Server]:
     """The same server's operations port."""
-    routes = [*debug.routes(make_flight()), profile.route(lambda: Path("new"), lambda *_: None)]
-    instruments = Instruments(metrics=metrics_handler, ledger=lambda *_: {}, debug_routes=routes)
-    runner = build_runner(build_ops_app(server.service, instruments), 0.5)
+
+    async def begin_profile(num_steps: int, path: str) -> Awaitable[ProfileEnded]:
+        return server.engine.profile(num_steps, path)
+
+    routes = [*debug.routes(make_flight()), profile.route(begin_profile, lambda: Path("new"), lambda *_: None)]
+    runner = build_runner(ops_app(server.service, routes), 0.5)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"

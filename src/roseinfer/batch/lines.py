@@ -147,7 +147,7 @@ class LineEngine:
                 read_chosen_template(config.server.chat_template),
                 config.structured.reasoning_format,
             )
-            self._service = Service(config, client, client.observer, None, lambda _timeline, _until: {}, grammars)
+            self._service = Service(config, client, client.observer, None, _no_ledgers, grammars)
             self._opened.callback(self._service.close)
             self._service.open(text_model)
         except BaseException:
@@ -256,3 +256,8 @@ def custom_id_of(raw: bytes) -> str | None:
     except ValueError:
         return None
     return found if isinstance(found, str) else None
+
+
+async def _no_ledgers(_: Sequence[RequestTimeline], __: int) -> list[dict[str, object]]:
+    """No line can ask for one."""
+    return []

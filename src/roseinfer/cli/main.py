@@ -29,6 +29,7 @@ from roseinfer.model.kernels.library import (
     processor_flags,
     sources,
 )
+from roseinfer.runtime.niceness import TELEMETRY_NICENESS, be_nicer
 
 EXIT_USAGE = 2
 EXIT_ENGINE = 70
@@ -40,10 +41,10 @@ Run = Callable[[argparse.Namespace, LoadedConfig], int]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:2] == ["engine", "--fd"]:  # the child of the process transport, which needs none of the rest
-        from roseinfer.wiring import engine_main
-
-        return engine_main(int(arguments[2]))
+    if arguments[:1] in (["engine"], ["telemetry"]) and arguments[1:2] == [
+        "--fd"
+    ]:  # a child of `serve`, which needs none of the rest
+        return _run_child(arguments[0], int(arguments[2]))
     given: dict[str, Given] = {}
     try:
         parsed = _parser().parse_args(arguments)
@@ -60,6 +61,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `| head`; silence Python's flush at exit too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _run_child(name: str, fd: int) -> int:
+    if name == "telemetry":
+        be_nicer(TELEMETRY_NICENESS)  # before it imports
+        from roseinfer.observing import telemetry_main
+
+        return telemetry_main(fd)
+    from roseinfer.wiring import engine_main
+
+    return engine_main(fd)
 
 
 def _from_system(env: Mapping[str, str]) -> dict[str, Given]:
@@ -145,9 +157,9 @@ def _parser() -> Parser:
 
 
 def _serve(_: argparse.Namespace, loaded: LoadedConfig) -> int:
-    from roseinfer import wiring
+    from roseinfer import serving
 
-    return wiring.serve(loaded.config, os.environ.get(KEYS_VARIABLE, ""))
+    return serving.serve(loaded.config, os.environ.get(KEYS_VARIABLE, ""))
 
 
 def _generate(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:

@@ -32,7 +32,10 @@ MAX_DELAY_S = 0.2
 MAX_STEPS = 8  # that wait: delivering so many keeps the event loop for about a millisecond
 MAX_ENDS = 16  # that wait, for the same reason
 
-_FACTS = ("on_lifecycle", "on_start", "on_refusal", "on_step", "on_write", "on_finish", "on_stall", "on_rest")
+_FACTS = (
+    *("on_lifecycle", "on_start", "on_refusal", "on_step", "on_write", "on_finish"),
+    *("on_stall", "on_rest", "on_resume"),
+)
 _FAULTS = frozenset({FinishReason.ERROR, FinishReason.TIMEOUT})
 _Facts = list[tuple[str, tuple[Any, ...]]]
 _What = ParamSpec("_What")
@@ -199,6 +202,10 @@ class Hub(Observer):
     def on_rest(self, violations: Sequence[Violation]) -> None:
         self.catch_up()
         self._deliver([("on_rest", (violations,))])
+
+    def on_resume(self, timelines: Sequence[RequestTimeline]) -> None:
+        self.catch_up()
+        self._deliver([("on_resume", (timelines,))])
 
     def catch_up(self) -> None:
         """Delivers what waits."""

@@ -178,6 +178,14 @@ def configure(config: ObserveConfig, stream: TextIO) -> LogOutput:
 _FINE_S = tuple(1e-5 * 1.05**i for i in range(331))
 
 
+class StateLog(Observer):
+    """The observer that logs the server's states as it enters them."""
+
+    def on_lifecycle(self, state: LifecycleState) -> None:
+        words = "warming up" if state is LifecycleState.WARMUP else state.value
+        logger.info("server is %s", words, extra={"state": state.value})
+
+
 class Logs(Observer):
     """The observer that logs: a line for each request that ended, and a summary while there is work."""
 
@@ -187,10 +195,6 @@ class Logs(Observer):
         self._last_ns = 0
         self._num_tokens = 0
         self._gaps = Histogram(_FINE_S)
-
-    def on_lifecycle(self, state: LifecycleState) -> None:
-        words = "warming up" if state is LifecycleState.WARMUP else state.value
-        logger.info("server is %s", words, extra={"state": state.value})
 
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         if not self._interval_ns:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -12,12 +12,12 @@ from roseinfer.config.options import Config
 from roseinfer.messages import EngineInfo
 from roseinfer.observe import otel
 from roseinfer.observe.gaps.attribution import Attribution
+from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.hub import MAX_DELAY_S, Hub
-from roseinfer.observe.logs import Logs
+from roseinfer.observe.logs import Logs, StateLog
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.recorder.capture import BreachCapture
 from roseinfer.observe.recorder.flight import Flight
-from roseinfer.observe.recorder.rendering import Render
 from roseinfer.records import Invariant, Observer, RequestTimeline, Violation
 from roseinfer.runtime.cpu_waits import LoopWaits
 from roseinfer.runtime.gc_pauses import GcPauses
@@ -69,27 +69,28 @@ class Observation:
         self,
         config: Config,
         version: str,
-        render: Render,
-        gc_pauses: GcPauses,
-        loop_waits: LoopWaits,
         num_dropped_log_lines: Callable[[], int],
+        take_gc_pauses_ns: Callable[[], Sequence[int]],
+        spent_ns: Callable[[], int] | None = None,
     ) -> None:
-        """Raises ConfigError for a rule that makes no sense."""
+        """`spent_ns` reports what the front end spends on facts, where it is another process.
+
+        Raises ConfigError for a rule that makes no sense.
+        """
         observe = config.observe
-        self.flight = Flight(config, version, render)
+        self.flight = Flight(config, version)
         self.capture = BreachCapture(config, version, self.flight)
         self.metrics = Metrics(
             config.served_model_name,
             version,
             CollectorRegistry(),
             num_dropped_log_lines,
-            gc_pauses.take,
+            take_gc_pauses_ns,
             has_vllm_names=observe.vllm_names,
         )
         self.metrics.read_host = read_host
         self.attribution = Attribution(slow_factor=observe.slow_gap_factor, slow_min_ms=observe.slow_gap_min_ms)
         self.attribution.on_slow_gap.append(self.capture.on_slow_gap)
-        self.flight.listen(gc_pauses, loop_waits, self.metrics, self.attribution.interruptions)
         self.integrity = Integrity()
         self._tracing = []
         environment = otel.sdk_environment()
@@ -101,23 +102,43 @@ class Observation:
         summaries = Logs(observe.log_summary_interval_s)
         # The recorder is first: a gap that the others find to be too slow is then in what they freeze.
         observers = [self.flight, self.attribution, self.metrics, *self.capture.observers, summaries, *self._tracing]
-        self.hub = Hub([*observers, self.integrity], MAX_DELAY_S)
-        self.hub.on_write_returned = loop_waits.glance
+        states = [StateLog()] if spent_ns is None else []  # else the front end logs them, as they come
+        self.hub = Hub([*states, *observers, self.integrity], MAX_DELAY_S)
         self.flight.catch_up = self.hub.catch_up
-        self.metrics.watch(self.attribution, lambda: self.hub.spent_ns)
+        self.metrics.watch(self.attribution, spent_ns or (lambda: self.hub.spent_ns), is_front_end=spent_ns is None)
 
-    def set_engine_info(self, info: EngineInfo) -> None:
-        """Takes what the engine, which is now ready, turned out to be."""
+    def listen(self, gc_pauses: GcPauses, loop_waits: LoopWaits) -> None:
+        """Hears what interrupts this process, which is the front end; rendering the metrics is one of the things."""
+        self.flight.listen(gc_pauses, loop_waits, self.metrics, self.attribution.interruptions)
+        self.hub.on_write_returned = loop_waits.glance
+
+    def note_interruption(self, cause: Cause, start_ns: int, end_ns: int) -> None:
+        """Notes what interrupted the front end, which is another process."""
+        self.flight.note_interruption(cause, start_ns, end_ns)
+        self.attribution.interruptions.add(start_ns, end_ns, cause)
+
+    def set_engine_info(self, info: EngineInfo, *, is_new: bool = True) -> None:
+        """Takes what the engine turned out to be; `is_new` when it is ready just now."""
         self.metrics.set_engine_info(info)
         self.flight.engine_info = info
         self.attribution.set_graphs(has_graphs=bool(info.graph_sizes))
-        for observer in self._tracing:
+        for observer in self._tracing if is_new else ():
             observer.set_engine_info(info)
 
-    def ledger(self, timeline: RequestTimeline, until_ns: int) -> dict[str, object]:
+    def page(self, accept: str, *, is_load: bool) -> tuple[bytes, str]:
+        """Returns a page of metrics of this moment, and its type: `/metrics`, or `/metrics/load`."""
+        self.hub.catch_up()
+        return (self.metrics.render_load if is_load else self.metrics.render)(accept)
+
+    async def ledgers(self, timelines: Sequence[RequestTimeline], until_ns: int) -> list[dict[str, object]]:
         """See Attribution.ledger."""
         self.hub.catch_up()
-        return self.attribution.ledger(timeline, until_ns)
+        return [self.attribution.ledger(timeline, until_ns) for timeline in timelines]
+
+    def causes(self, timelines: Iterable[RequestTimeline | None]) -> list[dict[Cause, int]]:
+        """See Attribution.decode_ns; of a request that is not known, nothing."""
+        self.hub.catch_up()
+        return [{} if timeline is None else self.attribution.decode_ns(timeline) for timeline in timelines]
 
     def close(self) -> None:
         """Delivers what waits to the observers, and spans as far as the flush timeout of tracing allows."""

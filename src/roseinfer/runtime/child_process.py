@@ -5,9 +5,11 @@ ends write and read it without the GIL.
 """
 
 import contextlib
+import ctypes
 import os
 import resource
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from roseinfer.errors import InvalidRequest, NotReady
 Request = TypeVar("Request")
 
 _HEAD = struct.Struct("<QQ")  # bytes of the message, of the payload
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 _PATIENCE = 5  # times that a deadline may take on the clock, where the child got no processor
 _LEAST_WAIT_S = 0.01  # the system counts no finer
 
@@ -195,6 +198,17 @@ def answer_requests(
             send_answer(answer(request, payload))
         except InvalidRequest as error:
             send_answer(refusal=error.message)
+
+
+def live_as_child() -> None:
+    """Leave to the parent when this process ends: ignore a service manager's signals, and die with the parent."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":  # elsewhere end-of-file has to do
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)  # it ended before the kernel was asked
 
 
 def limit_memory(num_bytes: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 # How much nicer than the engine a front end is: the engine's threads wait for each other many times in a step, and a
 # front end that takes the core of one stops them all.
 FRONT_END_NICENESS = 5
+TELEMETRY_NICENESS = 10  # nobody waits for it
 _SESSION_GROUP = Path("/proc/self/autogroup")
 
 

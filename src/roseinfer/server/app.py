@@ -1,35 +1,56 @@
 """Builds the two HTTP applications: their routes, and their middlewares in the order in which a request meets them."""
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from aiohttp import web
-from aiohttp.typedefs import Handler
+from aiohttp.typedefs import Handler, Middleware
 
 from roseinfer.server import middleware, openapi
 from roseinfer.server.anthropic import messages
 from roseinfer.server.anthropic.errors import PATH, add_request_id, error_form
 from roseinfer.server.connection.listener import Listener
-from roseinfer.server.exchange import Ledger
+from roseinfer.server.exchange import Ledgers
 from roseinfer.server.openai import chat, completions, embeddings, responses, tokenize
 from roseinfer.server.ops import debug_access, probes
+from roseinfer.server.port import PORT, Port
 from roseinfer.server.service import SERVICE, Service
 from roseinfer.text.grammar.checker import GrammarChecker
 
 LOAD_PATH = "/metrics/load"
 
+Reply = Callable[[bytes], Awaitable[bytes]]
+"""Answers one kind of question of the telemetry process. A RoseinferError is an answer too."""
+
+
+class Telemetry(Protocol):
+    """The telemetry process: where there is one, it serves the operations port."""
+
+    async def start(self, replies: Mapping[str, Reply], ports: Sequence[socket.socket]) -> None:
+        """Start it, to listen at these sockets; `replies` answer what it asks, by name."""
+
+    async def ready(self) -> None:
+        """Return when it observes. Raises ConfigError."""
+
+    async def close(self) -> None:
+        """Give it what it has not got, and end it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Instruments:
-    """What the wiring hands to the HTTP side; `debug_routes` are for the operations port alone.
+    """What the wiring hands to the HTTP side.
 
-    `metrics` answers both `/metrics` and `/metrics/load`.
+    `metrics` answers both `/metrics` and `/metrics/load`. `debug_routes` are for the operations port alone, where this
+    process serves it, and not `telemetry`.
     """
 
     metrics: Handler
-    ledger: Ledger
+    ledgers: Ledgers
     debug_routes: Sequence[web.RouteDef] = ()
     grammars: GrammarChecker | None = None
+    telemetry: Telemetry | None = None
 
 
 def build_app(service: Service, instruments: Instruments) -> web.Application:
@@ -49,9 +70,10 @@ def build_app(service: Service, instruments: Instruments) -> web.Application:
         web.post("/detokenize", tokenize.detokenize),
         web.get("/openapi.json", openapi.handle),
         web.get("/version", probes.version),
-        *_operations(instruments.metrics),
+        *_operations(instruments.metrics, probes.judge_of(service)),
     ]
     app = _application(service, routes)
+    app[SERVICE] = service
     app[middleware.ERROR_FORMS] = {PATH: error_form}
     app.middlewares.extend(
         (middleware.answer_preflight, middleware.authenticate, middleware.admit, debug_access.point_elsewhere)
@@ -60,28 +82,25 @@ def build_app(service: Service, instruments: Instruments) -> web.Application:
     return app
 
 
-def build_ops_app(service: Service, instruments: Instruments) -> web.Application:
+def build_ops_app(
+    port: Port,
+    metrics: Handler,
+    judge: probes.Judge,
+    debug_routes: Sequence[web.RouteDef],
+    middlewares: Sequence[Middleware] = (),
+) -> web.Application:
     """The operations port: probes and metrics without a key, for the cluster's own network, and `/debug/*`."""
-    routes = [web.get("/", probes.list_paths), *_operations(instruments.metrics), *instruments.debug_routes]
-    app = _application(service, routes)
-    app.middlewares.append(debug_access.guard)
+    routes = [web.get("/", probes.list_paths), *_operations(metrics, judge), *debug_routes]
+    app = _application(port, routes)
+    app.middlewares.extend((debug_access.guard, *middlewares))
     return app
 
 
-def _operations(metrics_handler: Handler) -> list[web.RouteDef]:
-    return [
-        web.get("/livez", probes.livez),
-        web.get("/readyz", probes.readyz),
-        web.get("/health", probes.readyz),
-        web.get("/ping", probes.readyz),
-        web.get("/load", probes.load),
-        web.get("/startupz", probes.startupz),
-        web.get("/metrics", metrics_handler),
-        web.get(LOAD_PATH, metrics_handler),
-    ]
+def _operations(metrics: Handler, judge: probes.Judge) -> list[web.RouteDef]:
+    return [*probes.routes(judge), web.get("/metrics", metrics), web.get(LOAD_PATH, metrics)]
 
 
-def _application(service: Service, routes: list[web.RouteDef]) -> web.Application:
+def _application(port: Port, routes: list[web.RouteDef]) -> web.Application:
     app = web.Application(
         middlewares=[
             middleware.identify,
@@ -90,9 +109,9 @@ def _application(service: Service, routes: list[web.RouteDef]) -> web.Applicatio
             middleware.answer_errors,
             middleware.refuse_odd_heads,
         ],
-        client_max_size=service.config.max_body_bytes,
+        client_max_size=port.config.max_body_bytes,
     )
-    app[SERVICE] = service
+    app[PORT] = port
     app.add_routes(routes)
     app.on_response_prepare.append(middleware.add_headers)
     return app
@@ -100,5 +119,5 @@ def _application(service: Service, routes: list[web.RouteDef]) -> web.Applicatio
 
 def build_runner(app: web.Application, shutdown_timeout_s: float) -> Listener:
     """The application with its listener."""
-    service = app[SERVICE]
-    return Listener(app, service.config, service.observer.on_refusal, shutdown_timeout_s)
+    port = app[PORT]
+    return Listener(app, port.config, port.observer.on_refusal, shutdown_timeout_s)

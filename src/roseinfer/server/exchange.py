@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -14,8 +14,8 @@ from roseinfer.errors import EngineError, InvalidRequest, QueueTimeout, RequestT
 from roseinfer.records import Api, FinishReason, RequestTimeline
 from roseinfer.server.connection.api_keys import Caller
 
-Ledger = Callable[[RequestTimeline, int], dict[str, object]]
-"""A request's time up to a moment, in nanoseconds of the monotonic clock, ready for JSON."""
+Ledgers = Callable[[Sequence[RequestTimeline], int], Awaitable[list[dict[str, object]]]]
+"""The time of requests in flight up to a moment, in nanoseconds of the monotonic clock, ready for JSON."""
 
 Failure = Callable[[RoseinferError, list[dict[str, object]] | None], bytes]
 """Encodes an error, and the ledgers of a client that asked for them, in the form of an API."""
@@ -49,7 +49,7 @@ class Exchange:
     The first timeline opens at construction and the others at `submit`; all close at `close`.
     """
 
-    def __init__(self, client: EngineClient, key: str, request: web.Request, ledger: Ledger) -> None:
+    def __init__(self, client: EngineClient, key: str, request: web.Request, ledgers: Ledgers) -> None:
         self.timelines = [
             RequestTimeline(
                 request_id=key,
@@ -68,7 +68,7 @@ class Exchange:
         self.queue_deadline_ns: int | None = None  # by when the engine must have begun
         self._recv_unix_s = time.time()
         self._intended_time = request.headers.get(INTENDED_TIME_HEADER)
-        self._ledger = ledger
+        self._ledgers = ledgers
         self._asks_for_ledger = request.headers.get(LEDGER_HEADER)
         self._client = client
         self.key = key  # names the exchange among those in flight
@@ -89,12 +89,15 @@ class Exchange:
         """The engine's id of one of its sequences; `/` is in no key, so no two exchanges share one."""
         return f"{self.key}/{index}" if index else self.key
 
-    def wanted_ledgers(self) -> list[dict[str, object]] | None:
+    async def wanted_ledgers(self) -> list[dict[str, object]] | None:
         """Where the time of each sequence went up to now; None where the client did not ask."""
-        if self._asks_for_ledger != "1":
+        if not self.wants_ledgers:
             return None
-        now_ns = time.monotonic_ns()
-        return [self._ledger(timeline, now_ns) for timeline in self.timelines]
+        return await self._ledgers(self.timelines, time.monotonic_ns())
+
+    @property
+    def wants_ledgers(self) -> bool:
+        return self._asks_for_ledger == "1"
 
     def read_headers(self) -> None:
         """Read whether the client wants a ledger, and how late it sent the request. Raises InvalidRequest."""

@@ -10,24 +10,27 @@ import logging
 import math
 import os
 import signal
+import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from aiohttp import web
 
-from roseinfer.config.options import Config, EngineConfig
+from roseinfer.config.options import Config, EngineConfig, ServerConfig
 from roseinfer.engine.link.engine_client import EngineClient
 from roseinfer.errors import ConfigError, EngineError, EngineFailed, NotReady
 from roseinfer.messages import StartupProgress
 from roseinfer.records import LifecycleState, Observer
 from roseinfer.runtime.file_watch import WATCH_INTERVAL_S
-from roseinfer.server.app import Instruments, build_app, build_ops_app, build_runner
+from roseinfer.server.app import Instruments, Telemetry, build_app, build_ops_app, build_runner
 from roseinfer.server.connection.api_keys import ApiKeys
 from roseinfer.server.connection.connection import require_compiled_parser
+from roseinfer.server.connection.listener import bind
 from roseinfer.server.connection.tls import Certificate
+from roseinfer.server.ops import front_end, probes
 from roseinfer.server.service import Service
 from roseinfer.text.templates import read_chosen_template
 from roseinfer.text.text_model import TextModel
@@ -73,16 +76,19 @@ async def run(
             chosen_template=read_chosen_template(config.server.chat_template),
             reasoning_format=config.structured.reasoning_format,
         )
-        service = Service(config, client, observer, keys, instruments.ledger, instruments.grammars)
+        service = Service(config, client, observer, keys, instruments.ledgers, instruments.grammars)
         try:
             async with _Tasks() as tasks, _listening(service, instruments, certificate) as url:
                 if keys is not None and keys.path is not None:
                     tasks.spawn(keys.files.watch(keys.read, keys.replace, WATCH_INTERVAL_S))
                 if certificate is not None:
                     tasks.spawn(certificate.files.watch(certificate.read, certificate.replace, WATCH_INTERVAL_S))
-                exit_code = await _serve(service, load_text, signals, lambda: on_ready(url), Restarts(config.engine))
+                start = partial(_start, service, load_text, instruments.telemetry)
+                exit_code = await _serve(service, start, signals, lambda: on_ready(url), Restarts(config.engine))
         finally:
             await _close(service)
+            if instruments.telemetry is not None:
+                await instruments.telemetry.close()
         _log.info("stopped with exit code %d", exit_code)
         return exit_code
 
@@ -126,7 +132,7 @@ class _Signals:
 
 async def _serve(
     service: Service,
-    load_text: Callable[[Path], TextModel],
+    start: Callable[[], Coroutine[Any, Any, None]],
     signals: _Signals,
     on_ready: Callable[[], None],
     restarts: Restarts,
@@ -134,7 +140,7 @@ async def _serve(
     async with _Tasks() as tasks:
         stop = tasks.spawn(signals.first.wait())
         while True:
-            error = await _live(service, load_text, signals, on_ready, stop)
+            error = await _live(service, start, signals, on_ready, stop)
             if error is None:
                 return EXIT_DRAINED
             if stop.done() or not service.has_been_ready or not restarts.allow_next():
@@ -149,14 +155,14 @@ async def _serve(
 
 async def _live(
     service: Service,
-    load_text: Callable[[Path], TextModel],
+    start: Callable[[], Coroutine[Any, Any, None]],
     signals: _Signals,
     on_ready: Callable[[], None],
     stop: "asyncio.Task[Any]",
 ) -> EngineError | None:
     """Run one engine to its end, and return its error, or None after a signal."""
     async with _Tasks() as tasks:
-        startup = tasks.spawn(_start(service, load_text))
+        startup = tasks.spawn(start())
         await asyncio.wait({startup, stop}, return_when=asyncio.FIRST_COMPLETED)
         if not startup.done():
             service.enter(LifecycleState.DRAINING)
@@ -177,12 +183,13 @@ async def _live(
         return await death if death.done() else None
 
 
-async def _start(service: Service, load_text: Callable[[Path], TextModel]) -> None:
+async def _start(service: Service, load_text: Callable[[Path], TextModel], telemetry: Telemetry | None) -> None:
     def on_progress(progress: StartupProgress) -> None:
         if progress.state is not LifecycleState.READY:  # the text side is loaded after the engine
             service.enter(progress.state)
 
-    info = await service.client.start(on_progress)
+    observed = telemetry.ready() if telemetry is not None else asyncio.sleep(0)
+    info, _ = await asyncio.gather(service.client.start(on_progress), observed)
     service.open(await asyncio.to_thread(load_text, Path(info.checkpoint_dir)))
 
 
@@ -247,8 +254,11 @@ async def _listening(service: Service, instruments: Instruments, certificate: Ce
     async with contextlib.AsyncExitStack() as ports:
         app = build_app(service, instruments)
         port = await ports.enter_async_context(_port(app, config.host, config.port, "server.", certificate))
-        if config.ops_port:
-            app = build_ops_app(service, instruments)
+        if instruments.telemetry is not None:
+            await instruments.telemetry.start(front_end.replies(service), await _ops_sockets(config))
+        elif config.ops_port:
+            judge = probes.judge_of(service)
+            app = build_ops_app(service, instruments.metrics, judge, instruments.debug_routes)
             await ports.enter_async_context(_port(app, config.ops_host, config.ops_port, "server.ops_", None))
         host = f"[{config.host}]" if ":" in config.host else config.host or "localhost"
         yield f"{'http' if certificate is None else 'https'}://{host}:{port}"
@@ -262,19 +272,34 @@ async def _port(
     runner = build_runner(app, CONNECTIONS_CLOSE_S)
     await runner.setup()
     try:
-        try:
+        with _naming(host, port, prefix):
             listener = await runner.listen(host, port, certificate)
-        except UnicodeError:
-            raise ConfigError(f"{host!r} is no host name.", param=f"{prefix}host") from None
-        except OSError as error:
-            param = f"{prefix}port" if error.errno in {errno.EADDRINUSE, errno.EACCES} else f"{prefix}host"
-            # asyncio puts the address, and the number of the error, into its text; a resolver's numbers are negative
-            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-            raise ConfigError(f"Cannot listen on {host}:{port}: {reason}.", param=param) from None
         with contextlib.closing(listener):
             yield listener.sockets[0].getsockname()[1]
     finally:
         await runner.cleanup()
+
+
+async def _ops_sockets(config: ServerConfig) -> list[socket.socket]:
+    """Listen at the operations port for another process, unless it is 0. Raises ConfigError."""
+    if not config.ops_port:
+        return []
+    with _naming(config.ops_host, config.ops_port, "server.ops_"):
+        return await bind(config.ops_host, config.ops_port)
+
+
+@contextlib.contextmanager
+def _naming(host: str, port: int, prefix: str) -> Iterator[None]:
+    """Raise ConfigError naming the value at which a port cannot be opened."""
+    try:
+        yield
+    except UnicodeError:
+        raise ConfigError(f"{host!r} is no host name.", param=f"{prefix}host") from None
+    except OSError as error:
+        param = f"{prefix}port" if error.errno in {errno.EADDRINUSE, errno.EACCES} else f"{prefix}host"
+        # asyncio puts the address, and the number of the error, into its text; a resolver's numbers are negative
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        raise ConfigError(f"Cannot listen on {host}:{port}: {reason}.", param=param) from None
 
 
 async def wait_for_death(client: EngineClient, observer: Observer) -> EngineError:

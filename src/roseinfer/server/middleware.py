@@ -29,6 +29,7 @@ from roseinfer.server.api.parsing import IGNORED
 from roseinfer.server.connection.api_keys import NO_KEY, Caller
 from roseinfer.server.connection.body_budget import HELD_BYTES, HeldBytes
 from roseinfer.server.exchange import EXCHANGE, Failure, is_for_tokens, server_timing
+from roseinfer.server.port import PORT
 from roseinfer.server.service import SERVICE
 
 REQUEST_ID = web.RequestKey("request_id", str)
@@ -121,7 +122,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
     if ignored := request.get(IGNORED):
         listed = ", ".join(quote(name, safe="", errors="replace") for name in sorted(ignored))
         response.headers["x-roseinfer-ignored"] = listed[:MAX_LISTED]
-    if request.app[SERVICE].state in {LifecycleState.DRAINING, LifecycleState.FAILED}:
+    if request.app[PORT].state in {LifecycleState.DRAINING, LifecycleState.FAILED}:
         response.headers["Connection"] = "close"
         response.force_close()
 
@@ -129,7 +130,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 @web.middleware
 async def release_body(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Release what a long body holds when its request has its answer."""
-    held = request[HELD_BYTES] = HeldBytes(request.app[SERVICE].body_budget)
+    held = request[HELD_BYTES] = HeldBytes(request.app[PORT].body_budget)
     try:
         return await handler(request)
     finally:
@@ -188,7 +189,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     _record(request, failure)
     if exchange is not None and exchange.stream is not None:
         return await _end_stream(request, exchange.stream, failure)
-    ledgers = exchange.wanted_ledgers() if exchange is not None else None
+    ledgers = await exchange.wanted_ledgers() if exchange is not None else None
     return error_response(failure, headers, ledgers, _error_form(request))
 
 
@@ -233,7 +234,7 @@ def _record(request: web.Request, failure: RoseinferError) -> None:
     if exchange is not None:
         exchange.fail(failure)
     if exchange is None or not exchange.is_submitted:
-        request.app[SERVICE].observer.on_refusal(failure.public_code)
+        request.app[PORT].observer.on_refusal(failure.public_code)
 
 
 def error_response(
@@ -275,7 +276,7 @@ async def _end_stream(request: web.Request, stream: web.StreamResponse, error: R
     with contextlib.suppress(ConnectionError, TimeoutError):
         if not request.protocol.writing_paused:  # else its buffers are full, and aiohttp's waiter for them is spent
             async with asyncio.timeout(FAREWELL_TIMEOUT_S):
-                await stream.write(exchange.failure_frames(error, exchange.wanted_ledgers()))
+                await stream.write(exchange.failure_frames(error, await exchange.wanted_ledgers()))
                 await stream.write_eof()
                 return stream
     _abort(request)

@@ -14,8 +14,9 @@ from roseinfer.errors import EngineDead, NotReady, Overloaded, RequestAborted
 from roseinfer.messages import MOST_URGENT, Request
 from roseinfer.records import LifecycleState, Observer
 from roseinfer.server.connection.api_keys import ApiKeys, Caller
-from roseinfer.server.connection.body_budget import BodyBudget, LongWork
-from roseinfer.server.exchange import Exchange, Ledger
+from roseinfer.server.connection.body_budget import LongWork
+from roseinfer.server.exchange import Exchange, Ledgers
+from roseinfer.server.port import Port
 from roseinfer.text.choice import EncodedPrompt
 from roseinfer.text.conversation import Conversation, PreparedTurn, encode_conversation, prepare_turn
 from roseinfer.text.grammar.checker import GrammarChecker
@@ -24,7 +25,7 @@ from roseinfer.text.text_model import TextModel
 _ORDER = list(LifecycleState)  # a server goes through the states in this order, and may leave some out
 
 
-class Service:
+class Service(Port):
     """The state of the server: STARTING → LOADING → WARMUP → READY → DRAINING, and FAILED from anywhere.
 
     It goes back only for a new engine after one that died, to STARTING.
@@ -36,21 +37,17 @@ class Service:
         client: EngineClient,
         observer: Observer,
         api_keys: ApiKeys | None,
-        ledger: Ledger,
+        ledgers: Ledgers,
         grammars: GrammarChecker | None = None,
     ) -> None:
-        self.config = config.server
+        super().__init__(config.server, observer, api_keys)
         self._tool_format = config.structured.tool_format
         self.grammars = grammars
         self.model_names = config.served_model_names
         self.client = client
-        self.api_keys = api_keys
-        self.state = LifecycleState.STARTING
         self.has_been_ready = False
-        self.observer = observer
         self.long_bodies = LongWork("body")  # decoding keeps the GIL, so of long bodies one is decoded at a time
-        self.body_budget = BodyBudget(self.config.max_bodies_mib << 20)
-        self._ledger = ledger
+        self._ledgers = ledgers
         self._text_model: TextModel | None = None
         self._exchanges: dict[str, Exchange] = {}
         self._abandoned: dict[str, list[str]] = {}  # keys not to be used again yet: their requests in the engine
@@ -147,7 +144,7 @@ class Service:
         key = request_id
         while key in self._exchanges or key in self._abandoned:  # the engine must not get an id twice
             key = f"{request_id}~{secrets.token_hex(4)}"  # `~` is in no client's id
-        exchange = self._exchanges[key] = Exchange(self.client, key, request, self._ledger)
+        exchange = self._exchanges[key] = Exchange(self.client, key, request, self._ledgers)
         self._is_idle.clear()
         return exchange
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from roseinfer import __version__, wiring
+from roseinfer import __version__, serving, wiring
 from roseinfer.cli import terminal
 from roseinfer.cli.main import main
 from roseinfer.config.options import Config, options
@@ -31,7 +31,7 @@ def serve_with(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Config:
         configs.append(config)
         return 0
 
-    monkeypatch.setattr(wiring, "serve", serve)
+    monkeypatch.setattr(serving, "serve", serve)
     assert main(["serve", *arguments]) == 0
     return configs[0]
 
@@ -177,13 +177,13 @@ def test_errors_become_exit_codes(
     def serve(_: Config, _keys: str) -> int:
         raise error
 
-    monkeypatch.setattr(wiring, "serve", serve)
+    monkeypatch.setattr(serving, "serve", serve)
     assert main(["serve", "--model", "x"]) == code
     assert capsys.readouterr().err.rstrip() == line
 
 
 def test_the_exit_code_of_serve_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wiring, "serve", lambda _, _keys: 70)
+    monkeypatch.setattr(serving, "serve", lambda _, _keys: 70)
     assert main(["serve"]) == 70
 
 
@@ -191,7 +191,7 @@ def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: p
     def serve(_: Config, _keys: str) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(wiring, "serve", serve)
+    monkeypatch.setattr(serving, "serve", serve)
     assert main(["serve"]) == 130
     assert capsys.readouterr().err == ""
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from roseinfer.config.options import ObserveConfig
 from roseinfer.messages import EngineInfo
-from roseinfer.observe.logs import JsonFormatter, LogOutput, Logs, TextFormatter, configure, escape
+from roseinfer.observe.logs import JsonFormatter, LogOutput, Logs, StateLog, TextFormatter, configure, escape
 from roseinfer.records import Advanced, FinishReason, LifecycleState
 from tests.unit.observe.facts import MS, make_step, make_timeline
 
@@ -150,7 +150,7 @@ def test_what_a_grammar_failed_of_is_told_beside_the_id_of_its_request(caplog: p
 def test_lifecycle_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     for state in (LifecycleState.WARMUP, LifecycleState.DRAINING):
-        Logs(summary_interval_s=10.0).on_lifecycle(state)
+        StateLog().on_lifecycle(state)
     assert caplog.messages == ["server is warming up", "server is draining"]
     assert [vars(record)["state"] for record in caplog.records] == ["warmup", "draining"]
 

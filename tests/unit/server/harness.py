@@ -26,9 +26,11 @@ from roseinfer.errors import Conflict, EngineDead, EngineError, NotReady, Rosein
 from roseinfer.messages import EngineInfo, ProfileEnded, Request, StartupProgress, TokenLogprobs, TokenOutput
 from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.records import Arrival, EngineTimes, FinishReason, LifecycleState, Observer, RequestTimeline
-from roseinfer.server.app import Instruments, build_app, build_runner
+from roseinfer.server.app import Instruments, build_app, build_ops_app, build_runner
 from roseinfer.server.connection import connection, listener
 from roseinfer.server.connection.api_keys import ApiKeys
+from roseinfer.server.exchange import Ledgers
+from roseinfer.server.ops.probes import judge_of
 from roseinfer.server.service import Service
 from roseinfer.text.reasoning import find_format
 from roseinfer.text.templates import ChatTemplate
@@ -264,7 +266,21 @@ async def metrics_handler(_request: web.Request) -> web.Response:
     return web.Response(text="# the metrics\n")
 
 
-INSTRUMENTS = Instruments(metrics=metrics_handler, ledger=Attribution().ledger)
+def ledgers_of(attribution: Attribution) -> Ledgers:
+    """The ledgers of an attribution in this process."""
+
+    async def ledgers(timelines: Sequence[RequestTimeline], until_ns: int) -> list[dict[str, object]]:
+        return [attribution.ledger(timeline, until_ns) for timeline in timelines]
+
+    return ledgers
+
+
+INSTRUMENTS = Instruments(metrics=metrics_handler, ledgers=ledgers_of(Attribution()))
+
+
+def ops_app(service: Service, routes: Sequence[web.RouteDef] = ()) -> web.Application:
+    """The operations port of a service in this process."""
+    return build_ops_app(service, metrics_handler, judge_of(service), routes)
 
 
 @dataclass
@@ -356,7 +372,7 @@ async def serving(
     listener = Listener()
     config = Config(server=ServerConfig(**{"served_model_name": "scripted"} | server))
     api_keys = ApiKeys(parse_keys(keys, "")) if keys else None
-    service = Service(config, engine, observer or listener, api_keys, INSTRUMENTS.ledger)
+    service = Service(config, engine, observer or listener, api_keys, INSTRUMENTS.ledgers)
     if is_ready:
         engine.started.set()
         service.open(text or text_model())

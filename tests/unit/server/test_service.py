@@ -13,7 +13,7 @@ from tests.unit.server.harness import INSTRUMENTS, Listener, ScriptedEngine, tex
 
 def make_service() -> tuple[Service, Listener]:
     listener = Listener()
-    return Service(Config(), ScriptedEngine(), listener, None, INSTRUMENTS.ledger), listener
+    return Service(Config(), ScriptedEngine(), listener, None, INSTRUMENTS.ledgers), listener
 
 
 async def test_states_go_one_way_and_may_be_left_out() -> None:

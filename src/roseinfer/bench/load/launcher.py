@@ -81,11 +81,20 @@ class Server:
         return "" if self.log_path is None else self.log_path.read_text(errors="replace")
 
     def engine_pid(self) -> int:
-        """The child that is the engine; another one may check grammars."""
+        """The child that is the engine."""
+        return self._child_pid("engine")
+
+    def telemetry_pid(self) -> int:
+        """The child that is the telemetry process."""
+        return self._child_pid("telemetry")
+
+    def _child_pid(self, name: str) -> int:
+        """The child that runs this command; another one may check grammars."""
         tasks = Path(f"/proc/{self.pid}/task").iterdir()
         children = {child for task in tasks for child in (task / "children").read_text().split()}
-        (engine,) = (child for child in children if b"grammar" not in Path(f"/proc/{child}/cmdline").read_bytes())
-        return int(engine)
+        words = {child: Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0") for child in children}
+        (found,) = (child for child in children if words[child][-4:-2] == [name.encode(), b"--fd"])
+        return int(found)
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = STOP_TIMEOUT_S) -> int:
         """Signal the process, kill it when it does not end in time, and return its exit code."""

@@ -1,4 +1,4 @@
-"""Frames on a stream socket: a four-byte little-endian length, then one msgspec struct as msgpack.
+"""Commands and events as frames on a stream socket, each one msgspec struct as msgpack.
 
 `EngineLink` is the engine's end, without an event loop: reads and writes that do not block, and one place to sleep.
 """
@@ -12,10 +12,9 @@ import msgspec
 from msgspec.structs import replace
 
 from roseinfer.messages import Command, Event, Request, SamplingParams
+from roseinfer.runtime.frames import FrameBuffer, encode_frame
 
-_HEADER_BYTES = 4
 _READ_BYTES = 1 << 18
-_MAX_FRAME_BYTES = 1 << 30
 _MAX_OUTBOX_BYTES = 64 << 20  # some ten thousand steps
 
 
@@ -27,11 +26,6 @@ class SameParams(msgspec.Struct, frozen=True, tag=True, omit_defaults=True, gc=F
 
 
 Sent = Command | SameParams  # what goes over; `CommandDecoder` makes commands of it
-
-
-def encode_frame(message: Event | Sent | bytes) -> bytes:
-    payload = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
-    return len(payload).to_bytes(_HEADER_BYTES, "little") + payload
 
 
 class CommandEncoder:
@@ -85,30 +79,6 @@ class CommandDecoder:
         if isinstance(sent, Request):
             self._last = sent
         return sent
-
-
-class FrameBuffer:
-    """Splits incoming bytes into frames."""
-
-    def __init__(self) -> None:
-        self._pending = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Return the payloads that `data` completes. Raises ValueError for a length that no peer of ours would send."""
-        self._pending += data
-        payloads = []
-        offset = 0
-        while len(self._pending) - offset >= _HEADER_BYTES:
-            size = int.from_bytes(self._pending[offset : offset + _HEADER_BYTES], "little")
-            if size > _MAX_FRAME_BYTES:
-                raise ValueError(f"a frame of {size} bytes")
-            end = offset + _HEADER_BYTES + size
-            if len(self._pending) < end:
-                break
-            payloads.append(bytes(self._pending[offset + _HEADER_BYTES : end]))
-            offset = end
-        del self._pending[:offset]
-        return payloads
 
 
 class EngineLink:

@@ -19,10 +19,11 @@ import msgspec
 from roseinfer.config.options import Config
 from roseinfer.engine import loop as engine_loop
 from roseinfer.engine.core.engine import Engine
-from roseinfer.engine.link.frames import CommandEncoder, FrameBuffer, encode_frame
+from roseinfer.engine.link.frames import CommandEncoder
 from roseinfer.engine.link.heartbeat import Heartbeat, SharedHeartbeat
 from roseinfer.messages import Command, Event, Shutdown, StartupProgress
 from roseinfer.runtime.child_process import end_process, start_process
+from roseinfer.runtime.frames import FrameBuffer, encode_frame
 
 BuildEngine = Callable[[Config, Callable[[StartupProgress], None]], Engine]
 _ENGINE_COMMAND = ("-P", "-m", "roseinfer", "engine", "--fd")  # -P: import nothing from the current directory

@@ -8,7 +8,7 @@ Slow gaps are those of the wire for streams, and those of the engine for request
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -69,7 +69,7 @@ class Attribution(WriteObserver):
             self._share(gap)
         if record.num_generated_tokens:
             self._remember(record.tokens_ns)
-            self._count_tokens(gap, advanced)
+            self._count_tokens(gap, advanced, record.tokens_ns)
         if record.num_finished:
             self._settle(record.tokens_ns, advanced)
 
@@ -138,6 +138,11 @@ class Attribution(WriteObserver):
     def on_finish(self, timeline: RequestTimeline) -> None:
         self._accounts.pop(timeline.request_id, None)
 
+    def on_resume(self, timelines: Sequence[RequestTimeline]) -> None:
+        """Of what was lost nothing is known but how long it took."""
+        self._splitter.forget_last()
+        self._accounts = {each.request_id: _Account(self._shared, {}) for each in timelines if each.token_ns}
+
     # --- the ledger ---------------------------------------------------------------------------------------------------
 
     def ledger(self, timeline: RequestTimeline, until_ns: int) -> dict[str, object]:
@@ -178,11 +183,14 @@ class Attribution(WriteObserver):
         if len(self._shared_at) > _NUM_RECENT:
             del self._shared_at[next(iter(self._shared_at))]
 
-    def _count_tokens(self, gap: StepGap | None, advanced: Advanced) -> None:
+    def _count_tokens(self, gap: StepGap | None, advanced: Advanced, tokens_ns: int) -> None:
         if advanced.num_newcomers:
             for timeline in advanced.newcomers:
                 self._accounts[timeline.request_id] = _Account(self._shared, {})
-        if gap is None:
+        if gap is None:  # the first step of all, or of those that are known again
+            self.total_ns[Cause.UNKNOWN] += sum(
+                tokens_ns - before_ns for before_ns in advanced.previous_ns if before_ns
+            )
             return
         start_ns, is_slow = gap.start_ns, self._usual.is_slow(gap.duration_ns)
         num_shared = advanced.previous_ns.count(start_ns)  # nearly always all: their timelines are not looked at

@@ -60,6 +60,10 @@ class GapSplitter:
                 self.costs.learn(size_of(record), max(0, compute_ns - record.cpu_throttled_ns - record.cpu_wait_ns))
         return gap
 
+    def forget_last(self) -> None:
+        """Begins anew: the next step ends no gap that is known."""
+        self._last = None
+
     def _split(self, record: StepRecord, last: StepRecord, total_ns: int, compute_ns: int) -> Segments:
         host, left = _host_phases(record), total_ns
         taken: dict[Cause, int] = {}

@@ -80,6 +80,8 @@ class ServerState:
     num_slow_gaps: Mapping[Cause, int] = field(default_factory=lambda: dict.fromkeys(Cause, 0))
     observability_ns: int = 0
     num_dropped_spans: int = 0
+    num_dropped_facts: int = 0
+    num_telemetry_restarts: int = 0
     num_restarts: int = 0
     start_unix_s: float = field(default_factory=time.time)
     num_drafts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFT_OUTCOMES, 0))
@@ -294,6 +296,7 @@ def dropped(state: ServerState) -> dict[str, float]:
         "interval": state.num_refused_intervals,
         "log_line": state.num_dropped_log_lines,
         "span": state.num_dropped_spans,
+        "fact": state.num_dropped_facts,
     }
 
 
@@ -725,17 +728,27 @@ _EXPORTER = (
         kind="counter",
         unit="seconds",
         is_per_model=False,
-        help="Time the front end spent on telling observers of facts and on rendering this page.",
+        help="Time the front end spent on telling observers of facts or on sending facts to the telemetry process; "
+        "without one, on rendering this page too.",
         source=AtScrape(lambda state: {"": state.observability_ns / NS_PER_S}),
     ),
     Row(
         name="roseinfer_telemetry_dropped_total",
         kind="counter",
-        labels=(Label(name="signal", values=("interval", "log_line", "span")),),
+        labels=(Label(name="signal", values=("interval", "log_line", "span", "fact")),),
         is_per_model=False,
         help="Facts that were lost: intervals refused because negative, which is a mistake in a stamp, log lines "
-        "for which the queue had no room or the stream failed, and spans likewise.",
+        "for which the queue had no room or the stream failed, spans likewise, and facts (steps, writes, begins and "
+        "ends of requests) that the telemetry process did not take or that came while there was none. Counters of "
+        "requests, tokens and errors hold those too.",
         source=AtScrape(dropped),
+    ),
+    Row(
+        name="roseinfer_telemetry_restarts_total",
+        kind="counter",
+        is_per_model=False,
+        help="Starts of a new telemetry process in the place of one that had died; histograms begin again at 0 then.",
+        source=AtScrape(lambda state: {"": state.num_telemetry_restarts}),
     ),
 )
 

@@ -8,8 +8,6 @@ is held for some microseconds; formatting, which takes milliseconds, happens on 
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import product
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
@@ -20,7 +18,6 @@ from prometheus_client.samples import Exemplar as MetricExemplar
 
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.attribution import Attribution
-from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.hub import WriteObserver, Writes
 from roseinfer.observe.metrics import protobuf
 from roseinfer.observe.metrics.catalogue import (
@@ -28,8 +25,6 @@ from roseinfer.observe.metrics.catalogue import (
     GC_PAUSE,
     LOAD,
     NS_PER_S,
-    OTHER,
-    REJECTION_CODES,
     SCRAPE_DURATION,
     VLLM_NAMES,
     AtFinish,
@@ -38,15 +33,14 @@ from roseinfer.observe.metrics.catalogue import (
     AtWrites,
     InfoAtScrape,
     Row,
-    ServerState,
 )
 from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS, Exemplar, ExemplarShelf
 from roseinfer.observe.metrics.histogram import Histogram
 from roseinfer.observe.metrics.protobuf import Exemplars, Values
+from roseinfer.observe.metrics.totals import Running, Totals, children_of
 from roseinfer.records import Advanced, LifecycleState, RequestTimeline, StepRecord, Violation
 from roseinfer.runtime.host import HostFacts
 
-Child = tuple[str, ...]  # the values of a metric's own labels
 Bucket = tuple[str, float] | tuple[str, float, MetricExemplar]
 
 
@@ -72,13 +66,13 @@ class Metrics(Collector, WriteObserver):
         self._spent_ns: Callable[[], int] = lambda: 0
         self._render_ns = 0
         self._lock = threading.Lock()
-        self._state = ServerState(version=version)
-        # A counter is a histogram without bounds: it takes the same values, and nothing negative.
+        self.totals = Totals(version)
+        self._state = self.totals.state
         self._cells = {
-            row.name: {child: Histogram(row.buckets) for child in product(*(label.values for label in row.labels))}
+            row.name: {child: Histogram(row.buckets) for child in children_of(row)}
             for row in CATALOGUE
-            if not isinstance(row.source, AtScrape | InfoAtScrape)
-        }
+            if row.kind == "histogram"
+        } | self.totals.cells
         self._shelves = {
             row.name: {child: ExemplarShelf(row.buckets) for child in self._cells[row.name]}
             for row in CATALOGUE
@@ -87,25 +81,34 @@ class Metrics(Collector, WriteObserver):
         self._clock_offset_ns = time.time_ns() - time.monotonic_ns()
         self.num_dropped_spans: Callable[[], int] = lambda: 0  # reports how many spans were lost
         self.read_host: Callable[[int], HostFacts] = lambda _: HostFacts()  # for the engine's process
-        self._at_step = [(row.source, self._cells[row.name]) for row in CATALOGUE if isinstance(row.source, AtStep)]
+        histograms = [row for row in CATALOGUE if row.kind == "histogram"]
+        self._at_step = [(row.source, self._cells[row.name]) for row in histograms if isinstance(row.source, AtStep)]
         self._at_writes = [
             (row.source, self._cells[row.name][()]) for row in CATALOGUE if isinstance(row.source, AtWrites)
         ]
-        self._at_finish = [(row.source, self._cells[row.name]) for row in CATALOGUE if isinstance(row.source, AtFinish)]
+        self._at_finish = [
+            (row.source, self._cells[row.name]) for row in histograms if isinstance(row.source, AtFinish)
+        ]
         self._gc_pauses, self._scrapes = self._cells[GC_PAUSE][()], self._cells[SCRAPE_DURATION][()]
         self._hidden = frozenset() if has_vllm_names else VLLM_NAMES
         registry.register(self)
 
-    def watch(self, attribution: Attribution, spent_ns: Callable[[], int]) -> None:
-        """Exposes what `attribution` finds and what observers have spent; reports scrapes to `attribution`."""
+    def watch(self, attribution: Attribution, spent_ns: Callable[[], int], *, is_front_end: bool = True) -> None:
+        """Exposes what `attribution` finds, and what the front end has spent; here it renders too, or elsewhere."""
         self._state.gap_ns, self._state.num_slow_gaps = attribution.total_ns, attribution.num_slow_gaps
-        self._spent_ns = spent_ns
-        self.render_start_listeners.append(partial(attribution.interruptions.begin, cause=Cause.SCRAPE))
+        self._spent_ns = (lambda: spent_ns() + self._render_ns) if is_front_end else spent_ns
 
     def set_engine_info(self, info: EngineInfo) -> None:
         """Takes what the engine, which is now ready, turned out to be."""
         with self._lock:
             self._state.engine = info
+
+    def resume(self, running: Running, num_dropped: int, num_telemetry_restarts: int) -> None:
+        """Takes the front end's counts, after facts were lost or when this process is new."""
+        with self._lock:
+            self.totals.restore(running)
+            self._state.num_dropped_facts = num_dropped
+            self._state.num_telemetry_restarts = num_telemetry_restarts
 
     def put_exemplars(self, found: Iterable[tuple[str, Exemplar]]) -> None:
         """Shows where observed values came from: each names a metric, and a trace that is kept."""
@@ -122,37 +125,31 @@ class Metrics(Collector, WriteObserver):
 
     def on_lifecycle(self, state: LifecycleState) -> None:
         with self._lock:
-            if state is LifecycleState.STARTING and self._state.lifecycle is not state:
-                self._state.num_restarts += 1
-                self._state.stands_since_ns = 0
-            self._state.lifecycle = state
+            self.totals.on_lifecycle(state)
             if state in {LifecycleState.STARTING, LifecycleState.FAILED}:
                 self._state.last_step = None  # a dead engine runs nothing, whatever its last step said
 
-    def on_start(self, timeline: RequestTimeline) -> None:  # noqa: ARG002 - it is only counted
+    def on_start(self, timeline: RequestTimeline) -> None:
         with self._lock:
-            self._state.num_received += 1
+            self.totals.on_start(timeline)
 
     def on_refusal(self, code: str) -> None:
         with self._lock:
-            self._state.num_refusals[code if code in REJECTION_CODES else OTHER] += 1
+            self.totals.on_refusal(code)
 
     def on_stall(self, since_ns: int) -> None:
         with self._lock:
-            self._state.stands_since_ns = since_ns
+            self.totals.on_stall(since_ns)
 
     def on_rest(self, violations: Sequence[Violation]) -> None:
         with self._lock:
-            for violation in violations:
-                self._state.num_violations[violation.invariant] += 1
+            self.totals.on_rest(violations)
 
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         with self._lock:
             self._state.last_step = record
             self._state.last_step_end_ns = record.end_ns
-            if record.num_draft_tokens:
-                self._state.num_drafts["accepted"] += record.num_accepted_tokens
-                self._state.num_drafts["rejected"] += record.num_draft_tokens - record.num_accepted_tokens
+            self.totals.on_step(record, advanced)
             for source, cells in self._at_step:
                 if values := source.values(record, advanced):
                     self._state.num_refused_intervals += cells[source.labels(record)].add(values)
@@ -165,7 +162,7 @@ class Metrics(Collector, WriteObserver):
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         with self._lock:
-            self._state.num_finished += 1
+            self.totals.on_finish(timeline)
             for source, cells in self._at_finish:
                 if values := source.values(timeline):
                     self._state.num_refused_intervals += cells[source.labels(timeline)].add(values)
@@ -230,7 +227,7 @@ class Metrics(Collector, WriteObserver):
             self._count_collections()
             state = self._state
             state.num_dropped_log_lines = self._num_dropped_log_lines()
-            state.observability_ns = self._spent_ns() + self._render_ns
+            state.observability_ns = self._spent_ns()
             state.num_dropped_spans = self.num_dropped_spans()
             state.host = self.read_host(state.engine.pid if state.engine else 0)
             now_ns = time.monotonic_ns()

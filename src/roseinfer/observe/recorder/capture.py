@@ -290,8 +290,8 @@ PROFILE_TIMEOUT_S = 30.0  # for the steps that are to be profiled to come, and f
 _log = logging.getLogger(__name__)
 
 
-Profile = Callable[[int, str], Awaitable[ProfileEnded]]
-"""Have so many steps profiled into a directory; raises RoseinferError when that cannot be now."""
+Profile = Callable[[int, str], Awaitable[Awaitable[ProfileEnded]]]
+"""Begins to profile so many steps into a directory, and gives what to wait for; raises RoseinferError."""
 
 
 class Breach(msgspec.Struct, frozen=True):
@@ -419,7 +419,7 @@ class BreachCapture(WriteObserver):
             return None
         try:
             async with asyncio.timeout(PROFILE_TIMEOUT_S):
-                ended = await self.profile(num_steps, str(directory))
+                ended = await (await self.profile(num_steps, str(directory)))
         except RoseinferError as error:
             return {"error": error.message}
         except TimeoutError:

@@ -13,13 +13,14 @@ from roseinfer.config.options import Config
 from roseinfer.observe.gaps import intervals
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.deliveries import LiveInterruptions
+from roseinfer.observe.gaps.interruptions import hear_interruptions
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.recorder.recorder import Capture, FlightRecorder
 from roseinfer.observe.recorder.recording import ClockPair, RequestRecord, StructArray, step_of
 from roseinfer.observe.recorder.rendering import Job, Render, render
 from roseinfer.observe.recorder.timeline_view import CONTEXT_STEPS, Cursor
 from roseinfer.records import MAX_PREFIX_WAIT_STEPS, BlockedBy, QueueReport, RequestTimeline, StepRecord
-from roseinfer.runtime.cpu_waits import LoopWaits, Stop
+from roseinfer.runtime.cpu_waits import LoopWaits
 from roseinfer.runtime.gc_pauses import GcPauses
 
 _NS_PER_MS = 1e6
@@ -45,25 +46,13 @@ class Flight(FlightRecorder):
     ) -> None:
         """Records what interrupts the front end, and adds it to `interruptions`."""
 
-        def note(cause: Cause, start_ns: int, end_ns: int) -> None:
-            self.note_interruption(cause, start_ns, end_ns)
-            interruptions.add(start_ns, end_ns, cause)
+        def note_scrape(start_ns: int, end_ns: int) -> None:
+            self.note_interruption(Cause.SCRAPE, start_ns, end_ns)
+            interruptions.add(start_ns, end_ns, Cause.SCRAPE)
 
-        def note_stop(stop: Stop) -> None:
-            known = interruptions.within(stop.start_ns, stop.throttled_ns)  # a scrape in another thread, say
-            begins = (stop.start_ns, *(end_ns for _, end_ns, _ in known))
-            ends = (*(start_ns for start_ns, _, _ in known), stop.throttled_ns)
-            for cause, start_ns, end_ns in (
-                *((Cause.UNKNOWN, start_ns, end_ns) for start_ns, end_ns in zip(begins, ends, strict=True)),
-                (Cause.CPU_THROTTLED, stop.throttled_ns, stop.waited_ns),
-                (Cause.CPU_WAIT, stop.waited_ns, stop.end_ns),
-            ):
-                if start_ns < end_ns:
-                    note(cause, start_ns, end_ns)
-
-        gc_pauses.listeners.append(partial(note, Cause.GC))
-        loop_waits.listeners.append(note_stop)
-        metrics.render_listeners.append(partial(note, Cause.SCRAPE))
+        hear_interruptions(gc_pauses, loop_waits, interruptions, self.note_interruption)
+        metrics.render_start_listeners.append(partial(interruptions.begin, cause=Cause.SCRAPE))
+        metrics.render_listeners.append(note_scrape)
 
     # --- answers ----------------------------------------------------------------------------------------------------
 

@@ -159,6 +159,9 @@ class FlightRecorder(WriteObserver):
         ended = self._rejected if timeline.finish_reason is FinishReason.REJECTED else self._finished
         ended.append((timeline.end_ns, timeline.request_id, _encode(RequestRecord.of(timeline))))
 
+    def on_resume(self, timelines: Sequence[RequestTimeline]) -> None:
+        self._in_flight = {timeline.request_id: timeline for timeline in timelines}
+
     def _store_interruptions(self) -> None:
         while self._interrupted:
             self._interruptions.add(self._interrupted.popleft())

@@ -130,6 +130,13 @@ class Tracing(Observer):
         elif context.slow_gaps:
             self._metrics.forget_exemplars(timeline.trace_id)
 
+    def on_resume(self, timelines: Sequence[RequestTimeline]) -> None:
+        contexts, self._contexts = self._contexts, {}
+        for timeline in timelines:
+            self._contexts[timeline.request_id] = contexts.get(timeline.request_id) or self._head_sampler.begin(
+                timeline
+            )
+
     # --- decisions ----------------------------------------------------------------------------------------------------
 
     def _is_slow(self, timeline: RequestTimeline) -> bool:

@@ -199,8 +199,8 @@ class _Reply:
                     deltas = generation.pop_deltas(batch)
                     frames = [await dialect.frames(delta) for delta in deltas]
                     written = [delta for delta, frame in zip(deltas, frames, strict=True) if frame]
-                    if generation.is_over:
-                        frames.append(dialect.last_frames(self._exchange.wanted_ledgers()))
+                    if generation.is_over and not self._exchange.wants_ledgers:
+                        frames.append(dialect.last_frames(None))
                     content = b"".join(frames)
                     if not content:
                         continue
@@ -215,6 +215,8 @@ class _Reply:
                         break
         finally:
             await beacon.stop()
+        if self._exchange.wants_ledgers:  # in a write of their own: no token waits for them
+            await stream.write(dialect.last_frames(await self._exchange.wanted_ledgers()))
         await stream.write_eof()
         return stream
 
@@ -223,7 +225,7 @@ class _Reply:
         exchange = self._exchange
         async with self._opening:
             if exchange.stream is None:
-                headers = server_timing(exchange.wanted_ledgers())
+                headers = server_timing(await exchange.wanted_ledgers())
                 exchange.stream = await sse.open_stream(request, headers)
         return exchange.stream
 
@@ -238,7 +240,7 @@ class _Reply:
         await generation.run()
         resumed_ns = time.monotonic_ns()
         deltas = [choice.pop_delta() for choice in generation.best_choices()]
-        ledgers = exchange.wanted_ledgers()
+        ledgers = await exchange.wanted_ledgers()
         content = msgspec.json.encode(await self._dialect.reply(deltas, ledgers))
         response = web.Response(body=content, content_type="application/json", headers=server_timing(ledgers))
         exchange.stream = response

@@ -22,7 +22,7 @@ from roseinfer.errors import (
     RequestError,
 )
 from roseinfer.server.connection.body_budget import HELD_BYTES
-from roseinfer.server.service import SERVICE
+from roseinfer.server.port import PORT
 
 INLINE_BYTES = 64 * 1024  # a longer body takes a good part of a millisecond to parse
 MAX_LEVELS = 512  # of objects and arrays in a body: the stack bears twice as many, so what is read can be written
@@ -36,7 +36,7 @@ async def refuse_body(request: web.Request) -> None:
     if not request.body_exists:
         return
     try:
-        await read_bytes(request, 0, request.app[SERVICE].config.body_timeout_s)
+        await read_bytes(request, 0, request.app[PORT].config.body_timeout_s)
     except BodyTooLarge:
         raise InvalidRequest(f"{request.method} {request.path} takes no body.", param="body") from None
 

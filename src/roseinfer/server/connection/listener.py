@@ -6,6 +6,8 @@ run, from when it is accepted.
 
 import asyncio
 import contextlib
+import os
+import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -118,6 +120,15 @@ class Listener(web.AppRunner):
 
         The caller closes what it returns.
         """
+        accept = self._accept(certificate)
+        return await asyncio.get_running_loop().create_server(accept, host, port, backlog=MAX_BACKLOG)
+
+    async def listen_at(self, listening: socket.socket) -> asyncio.Server:
+        """Accept the connections of a socket that listens already. The caller closes what it returns."""
+        accept = self._accept(None)
+        return await asyncio.get_running_loop().create_server(accept, sock=listening, backlog=MAX_BACKLOG)
+
+    def _accept(self, certificate: Certificate | None) -> Callable[[], asyncio.Protocol]:
         server = self.server
         assert isinstance(server, ConnectionServer), "listen before setup"
 
@@ -127,7 +138,18 @@ class Listener(web.AppRunner):
                 return connection
             return Handshake(connection, certificate.context, self.connections.handshake_timeout_s)
 
-        return await asyncio.get_running_loop().create_server(accept, host, port, backlog=MAX_BACKLOG)
+        return accept
+
+
+async def bind(host: str, port: int) -> list[socket.socket]:
+    """Returns sockets that listen at a host's addresses, for another process. Raises OSError or UnicodeError."""
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(asyncio.Protocol, host, port, start_serving=False)
+    with contextlib.closing(server):
+        sockets = [socket.socket(fileno=os.dup(bound.fileno())) for bound in server.sockets]
+    for listening in sockets:
+        listening.listen(MAX_BACKLOG)
+    return sockets
 
 
 def _answering(handle: Handle) -> Handle:

@@ -16,7 +16,7 @@ from aiohttp import web
 from roseinfer.errors import UnknownRequest
 from roseinfer.server.connection.body import read_bytes
 from roseinfer.server.ops.debug_access import integer_of
-from roseinfer.server.service import SERVICE
+from roseinfer.server.port import PORT
 
 DEFAULT_STEPS = 500
 MAX_RECORDING_BYTES = 64 * 1024 * 1024  # of a recording that a client sends to view
@@ -76,14 +76,18 @@ def routes(view: FlightView) -> list[web.RouteDef]:
     ]
 
 
-def invariants_route(report: Callable[[], dict[str, Any]]) -> web.RouteDef:
+def num_tasks() -> int:
+    return len(asyncio.all_tasks())
+
+
+def invariants_route(report: Callable[[], dict[str, Any]], count_tasks: Callable[[], int] = num_tasks) -> web.RouteDef:
     """`GET /debug/invariants`: how often each invariant was checked and violated.
 
-    `num_tasks` counts the front end's tasks: a server that rests has the same number day after day.
+    `count_tasks` counts the front end's tasks: a server that rests has the same number day after day.
     """
 
     async def invariants(_request: web.Request) -> web.Response:
-        content = {**report(), "num_tasks": len(asyncio.all_tasks())}
+        content = {**report(), "num_tasks": count_tasks()}
         return web.json_response(content, headers={"Cache-Control": "no-store"})
 
     return web.get("/debug/invariants", invariants)
@@ -116,7 +120,7 @@ class _Handlers:
         return _json(await self._off_loop(self._view.timeline(limit, *since)))
 
     async def view_recording(self, request: web.Request) -> web.Response:
-        timeout_s = request.app[SERVICE].config.body_timeout_s
+        timeout_s = request.app[PORT].config.body_timeout_s
         content = await read_bytes(request, MAX_RECORDING_BYTES, timeout_s, "recording")
         return _json(await self._off_loop(self._view.view, bytes(content)))
 

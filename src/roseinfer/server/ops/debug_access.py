@@ -9,7 +9,7 @@ from aiohttp.typedefs import Handler
 from roseinfer.errors import CrossSite, InvalidRequest, Unauthorized, UnknownRoute
 from roseinfer.server.connection.api_keys import NO_KEY
 from roseinfer.server.connection.body import refuse_body
-from roseinfer.server.service import SERVICE, Service
+from roseinfer.server.port import PORT, Port
 
 PREFIX = "/debug/"
 _SAFE_METHODS = {"GET", "HEAD", "OPTIONS"}
@@ -33,9 +33,9 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def is_off(service: Service) -> bool:
+def is_off(port: Port) -> bool:
     """Whether `/debug/*` is off: the port is not on the loopback, and no key is configured."""
-    return not is_loopback(service.config.ops_host) and service.api_keys is None
+    return not is_loopback(port.config.ops_host) and port.api_keys is None
 
 
 @web.middleware
@@ -64,16 +64,16 @@ def _authorize(request: web.Request) -> None:
     On the loopback a browser is no way round: the Host header must be of the loopback too, so that no other site's name
     can point here, and another site's page can change nothing.
     """
-    service = request.app[SERVICE]
-    if is_off(service):
+    port = request.app[PORT]
+    if is_off(port):
         raise UnknownRoute(
             "/debug/* is off: this port is not on the loopback and no API key is configured "
             "(server.ops_host, server.api_key_file)."
         )
-    if is_loopback(service.config.ops_host):
+    if is_loopback(port.config.ops_host):
         if not is_loopback(_host(request)):
             raise CrossSite("On the loopback the Host header must name it too.", param="Host")
-    elif service.api_keys is not None and not service.api_keys.knows(request.headers):
+    elif port.api_keys is not None and not port.api_keys.knows(request.headers):
         message = f"{NO_KEY}, or as the password of Basic."
         raise Unauthorized(message, challenge='Basic realm="roseinfer", charset="UTF-8"')
     site = request.headers.get("Sec-Fetch-Site", "none")

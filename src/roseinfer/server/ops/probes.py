@@ -1,8 +1,10 @@
 """Serves the probes, the model list, the version, the list of paths, and the abort of a request."""
 
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 
+import msgspec
 from aiohttp import web
 
 from roseinfer import __version__
@@ -11,32 +13,60 @@ from roseinfer.records import LifecycleState
 from roseinfer.server.connection.body import refuse_body
 from roseinfer.server.middleware import CALLER
 from roseinfer.server.ops import debug_access
+from roseinfer.server.port import PORT
 from roseinfer.server.service import SERVICE, Service
 
 _CREATED = int(time.time())
 
 
-async def livez(request: web.Request) -> web.Response:
+class Judgement(msgspec.Struct, frozen=True):
+    """The answer to a probe: its status and its body, as JSON."""
+
+    status: int
+    body: bytes
+
+
+Judge = Callable[[str], Awaitable[Judgement]]
+"""Answers the probe with this path."""
+
+
+def routes(judge: Judge) -> list[web.RouteDef]:
+    """The probes and the load, which the front end alone can answer, wherever they are asked."""
+
+    async def handle(request: web.Request) -> web.Response:
+        judgement = await judge(request.path)
+        return web.Response(status=judgement.status, body=judgement.body, content_type="application/json")
+
+    return [web.get(path, handle) for path in _JUDGED]
+
+
+def judge_of(service: Service) -> Judge:
+    """The judge who looks at the service itself."""
+
+    async def judge(path: str) -> Judgement:
+        return _JUDGED[path](service)
+
+    return judge
+
+
+def _livez(service: Service) -> Judgement:
     """503, upon which an orchestrator restarts the process, if the engine is dead or makes no progress."""
-    service = request.app[SERVICE]
     is_serving = service.state in {LifecycleState.READY, LifecycleState.DRAINING}
     is_in_trouble = is_serving and service.client.trouble is not None  # else of the engine before
-    return _probe(service, service.state is not LifecycleState.FAILED and not is_in_trouble)
+    return _judgement(service, service.state is not LifecycleState.FAILED and not is_in_trouble)
 
 
-async def readyz(request: web.Request) -> web.Response:
+def _readyz(service: Service) -> Judgement:
     """503, upon which a load balancer sends nothing here, while starting, draining or in trouble. Load is no reason."""
-    service = request.app[SERVICE]
-    return _probe(service, service.is_ready)
+    return _judgement(service, service.is_ready)
 
 
-async def startupz(request: web.Request) -> web.Response:
+def _startupz(service: Service) -> Judgement:
     """200 once the server has been ready."""
-    service = request.app[SERVICE]
-    return _probe(service, service.has_been_ready)
+    return _judgement(service, service.has_been_ready)
 
 
-def _probe(service: Service, is_well: bool) -> web.Response:
+def _judgement(service: Service, is_well: bool) -> Judgement:
     activity, since_ns = service.client.account
     body = {
         "status": "ok" if is_well else "unavailable",
@@ -44,12 +74,22 @@ def _probe(service: Service, is_well: bool) -> web.Response:
         "trouble": service.client.trouble,
         "engine": {"activity": activity, "for_s": round((time.monotonic_ns() - since_ns) / 1e9, 3)},
     }
-    return web.json_response(body, status=200 if is_well else 503)
+    return Judgement(200 if is_well else 503, msgspec.json.encode(body))
 
 
-async def load(request: web.Request) -> web.Response:
+def _load(service: Service) -> Judgement:
     """The number of requests for tokens in flight, under vLLM's name."""
-    return web.json_response({"server_load": request.app[SERVICE].num_exchanges})
+    return Judgement(200, msgspec.json.encode({"server_load": service.num_exchanges}))
+
+
+_JUDGED: Mapping[str, Callable[[Service], Judgement]] = {
+    "/livez": _livez,
+    "/readyz": _readyz,
+    "/health": _readyz,
+    "/ping": _readyz,
+    "/load": _load,
+    "/startupz": _startupz,
+}
 
 
 async def version(_request: web.Request) -> web.Response:
@@ -58,7 +98,7 @@ async def version(_request: web.Request) -> web.Response:
 
 async def list_paths(request: web.Request) -> web.Response:
     """A line for each route of the operations port, as text, without those that are off."""
-    is_off = debug_access.is_off(request.app[SERVICE])
+    is_off = debug_access.is_off(request.app[PORT])
     lines = [
         f"{route.method:<4} {route.resource.canonical}\n"
         for route in request.app.router.routes()

@@ -12,15 +12,20 @@ from aiohttp import web
 
 from roseinfer.messages import MAX_PROFILE_STEPS, ProfileEnded
 from roseinfer.server.ops.debug_access import integer_of
-from roseinfer.server.service import SERVICE
 
 DEFAULT_STEPS = 20
 
 _log = logging.getLogger(__name__)
 
 
-def route(new_directory: Callable[[], Path], write_manifest: Callable[[Path, int], None]) -> web.RouteDef:
-    """The route; both functions run in a thread.
+Profile = Callable[[int, str], Awaitable[Awaitable[ProfileEnded]]]
+"""Begins to profile so many steps into a directory, and gives what to wait for. Raises RoseinferError."""
+
+
+def route(
+    profile: Profile, new_directory: Callable[[], Path], write_manifest: Callable[[Path, int], None]
+) -> web.RouteDef:
+    """The route; the last two functions run in a thread.
 
     `new_directory` names one that does not exist yet, for which it may delete others. `write_manifest` writes into it
     what was profiled and for how many steps, and raises OSError.
@@ -30,7 +35,7 @@ def route(new_directory: Callable[[], Path], write_manifest: Callable[[Path, int
     async def create_profile(request: web.Request) -> web.Response:
         num_steps = integer_of(request, "steps", DEFAULT_STEPS, 1, MAX_PROFILE_STEPS)
         directory = await asyncio.to_thread(new_directory)
-        ended = request.app[SERVICE].client.profile(num_steps, str(directory))
+        ended = await profile(num_steps, str(directory))
         task = asyncio.create_task(_finish(ended, directory, write_manifest), name="profile")
         tasks.add(task)
         task.add_done_callback(tasks.discard)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from roseinfer.engine.link import frames as link_module
-from roseinfer.engine.link.frames import CommandEncoder, EngineLink, FrameBuffer, SameParams, encode_frame
+from roseinfer.engine.link.frames import CommandEncoder, EngineLink, SameParams
 from roseinfer.messages import Abort, Command, EngineFailure, Grammar, Request, Shutdown
+from roseinfer.runtime.frames import FrameBuffer, encode_frame
 from tests.unit.engine.harness import make_request
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +130,12 @@ class World:
             sleep=self._sleep,
             cooldown_s=cooldown_s,
         )
-        self.capture.profile = profile or self._no_profile
+        self.capture.profile = self._begin_profile
+        self._profile = profile or self._no_profile
         self._num_steps = 0
+
+    async def _begin_profile(self, num_steps: int, directory: str) -> Awaitable[ProfileEnded]:
+        return self._profile(num_steps, directory)
 
     async def _no_profile(self, num_steps: int, directory: str) -> ProfileEnded:
         raise AssertionError("nobody asked for a profile")

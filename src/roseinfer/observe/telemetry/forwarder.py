@@ -1,0 +1,203 @@
+"""The front end's side of facts: encodes them and sends them on, and never waits.
+
+When the other side takes no more, facts are dropped and counted until all that waited has been taken; then `resume`
+sends what is true at that moment, so that nothing is wrong afterwards and only the loss is missing.
+"""
+
+import asyncio
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from roseinfer.messages import EngineInfo
+from roseinfer.observe.gaps.causes import Cause
+from roseinfer.observe.hub import MAX_DELAY_S, Hub, WriteObserver, Writes
+from roseinfer.observe.logs import StateLog
+from roseinfer.observe.metrics.totals import Totals
+from roseinfer.observe.telemetry.facts import (
+    Batch,
+    EngineReady,
+    Entered,
+    InFlight,
+    Message,
+    Present,
+    Rested,
+    Resumed,
+    Stalled,
+    State,
+    Stepped,
+    encode_stamps,
+    encode_state,
+    write_values,
+)
+from roseinfer.observe.tracing.trace_ids import trace_id_of
+from roseinfer.records import (
+    Advanced,
+    LifecycleState,
+    QueueReport,
+    RequestTimeline,
+    StepRecord,
+    Violation,
+)
+
+_MAX_INTERRUPTIONS = 4096  # that wait to be sent; as many as a recording has
+
+
+class Forwarder(WriteObserver):
+    """The observer that sends facts to another process. `hub` gets the facts, and gives them to it in batches."""
+
+    def __init__(self, num_dropped_log_lines: Callable[[], int] = lambda: 0, *, is_traced: bool = False) -> None:
+        self.num_dropped = 0  # facts
+        self.totals = Totals()
+        self.hub = Hub([self.totals, StateLog(), self], MAX_DELAY_S)
+        self._num_dropped_log_lines = num_dropped_log_lines
+        self._is_traced = is_traced
+        self._send: Callable[[Message], None] | None = None  # None while facts are dropped
+        self._has_begun = False  # before that nothing is lost: what is true is sent first
+        self._engine: EngineInfo | None = None
+        self._open: dict[int, RequestTimeline] = {}  # by serial
+        self._interruptions: deque[tuple[int, int, int]] = deque(maxlen=_MAX_INTERRUPTIONS)
+        self._spent_ns = 0
+        self._is_due = False
+        self._begin_batch()
+
+    def _begin_batch(self) -> None:
+        self._started: list[State] = []
+        self._steps: list[Stepped] = []
+        self._writes = array("q")
+        self._ended: list[State] = []
+        self._ended_ids: set[str] = set()
+        self._refusals: list[str] = []
+        self._num_facts = 0
+
+    def set_engine_info(self, info: EngineInfo) -> None:
+        """Tells what the engine, which is now ready, turned out to be."""
+        self._engine = info
+        self._tell(EngineReady(info))
+
+    def note_interruption(self, cause: Cause, start_ns: int, end_ns: int) -> None:
+        """Notes that the front end did something else. May be called in any thread, also by the garbage collector."""
+        self._interruptions.append((start_ns, end_ns, cause.number))
+
+    # --- facts --------------------------------------------------------------------------------------------------------
+
+    def on_lifecycle(self, state: LifecycleState) -> None:
+        self._tell(Entered(state))
+
+    def on_stall(self, since_ns: int) -> None:
+        self._tell(Stalled(since_ns))
+
+    def on_rest(self, violations: Sequence[Violation]) -> None:
+        self._tell(Rested(list(violations)))
+
+    def on_start(self, timeline: RequestTimeline) -> None:
+        if self._is_traced and not timeline.trace_id:
+            timeline.trace_id = trace_id_of(timeline.traceparent)
+        self._open[timeline.serial] = timeline
+        if timeline.request_id in self._ended_ids:  # the client uses its id again
+            self.flush()
+        if self._takes(1):
+            self._started.append(encode_state(timeline))
+
+    def on_refusal(self, code: str) -> None:
+        if self._takes(1):
+            self._refusals.append(code)
+
+    def on_step(self, record: StepRecord, advanced: Advanced) -> None:
+        if not self._takes(1):
+            return
+        previous_ns, newest_ns = advanced.previous_ns, max(advanced.previous_ns, default=0)
+        changed: list[State] = []
+        if record.num_finished or previous_ns.count(newest_ns) < len(previous_ns) or not newest_ns:
+            changed = [
+                encode_state(timeline)
+                for timeline, before_ns in zip(advanced, previous_ns, strict=True)
+                if before_ns != newest_ns or not before_ns or timeline.finish_reason is not None
+            ]
+        self._steps.append(Stepped(record, [timeline.serial for timeline in advanced], previous_ns, changed))
+
+    def on_writes(self, writes: Writes) -> None:
+        if not self._takes(len(writes)):
+            return
+        values: list[int] = []
+        for timeline, delivery in zip(writes.timelines, writes.deliveries, strict=True):
+            values.extend(write_values(timeline, delivery))
+        self._writes.extend(values)
+
+    def on_finish(self, timeline: RequestTimeline) -> None:
+        del self._open[timeline.serial]
+        if self._takes(1):
+            self._ended.append(encode_state(timeline))
+            self._ended_ids.add(timeline.request_id)
+
+    def _takes(self, num_facts: int) -> bool:
+        """Returns whether facts are sent, which then happens when the hub has given all that it has; else counts."""
+        if self._send is None:
+            self.num_dropped += num_facts * self._has_begun
+            return False
+        self._num_facts += num_facts
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self.flush)
+        return True
+
+    def _tell(self, message: Message) -> None:
+        self.flush()
+        if self._send is None:
+            self.num_dropped += self._has_begun
+        else:
+            self._send(message)
+
+    # --- sending ------------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Sends what the hub has given so far."""
+        self._is_due = False
+        if self._send is None or not (self._num_facts or self._interruptions):
+            return
+        began_ns = time.monotonic_ns()
+        interruptions = [self._interruptions.popleft() for _ in range(len(self._interruptions))]
+        batch = Batch(
+            self._started,
+            self._steps,
+            self._writes.tobytes(),
+            self._ended,
+            self._refusals,
+            interruptions,
+            self.hub.spent_ns + self._spent_ns,
+            self._num_dropped_log_lines(),
+        )
+        self._begin_batch()
+        self._send(batch)
+        self._spent_ns += time.monotonic_ns() - began_ns
+
+    def catch_up(self) -> None:
+        """Sends all facts so far."""
+        self.hub.catch_up()
+        self.flush()
+
+    def cut(self) -> None:
+        """Drops facts from now on: the other side takes no more, or has gone."""
+        if self._send is not None:
+            self.num_dropped += self._num_facts
+            self._begin_batch()
+            self._send = None
+
+    def resume(self, send: Callable[[Message], None], num_restarts: int) -> None:
+        """Sends what is true now, and every fact from now on."""
+        self.hub.catch_up()  # to where facts are dropped: what they say is in what is sent now
+        requests = [
+            InFlight(encode_state(timeline), encode_stamps(timeline.token_ns), encode_stamps(timeline.write_ns))
+            for timeline in self._open.values()
+        ]
+        state = self.totals.state.lifecycle
+        self._send, self._has_begun = send, True
+        send(Resumed(state, self._engine, self.totals.running(), requests, self.num_dropped, num_restarts))
+
+    def present(self, queue: QueueReport) -> bytes:
+        """Returns a `Present`: what no fact says."""
+        states = [encode_state(timeline) for timeline in self._open.values()]
+        return msgspec.msgpack.encode(Present(queue, len(asyncio.all_tasks()), states))

@@ -1,0 +1,141 @@
+"""One end of the socket between a front end and its telemetry process: messages in order, questions with deadlines.
+
+A side that does not read costs the other no wait and bounded memory: from MAX_WAITING_BYTES on `on_full` is called, and
+`on_empty` when all has been taken.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+import msgspec
+
+from roseinfer import errors
+from roseinfer.errors import NotReady, RoseinferError
+from roseinfer.observe.telemetry.facts import Answer, Fact, Message, Question
+from roseinfer.runtime.frames import FrameBuffer, encode_frame
+
+MAX_WAITING_BYTES = 4 << 20  # about ten thousand steps of 64 streams
+
+Reply = Callable[[bytes], Awaitable[bytes]]
+"""Answers one kind of question. A RoseinferError is an answer too."""
+
+_log = logging.getLogger(__name__)
+
+
+class Link(asyncio.Protocol):
+    """One end. `take` gets what is neither question nor answer."""
+
+    def __init__(
+        self,
+        replies: Mapping[str, Reply],
+        take: Callable[[Fact], None],
+        on_lost: Callable[[], None],
+        on_full: Callable[[], None] = lambda: None,
+        on_empty: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._replies = replies
+        self._take = take
+        self._on_lost, self._on_full, self._on_empty = on_lost, on_full, on_empty
+        self._is_full = False
+        self._buffer = FrameBuffer()
+        self._decode = msgspec.msgpack.Decoder(Message).decode
+        self._transport: asyncio.Transport | None = None  # while the link is up
+        self._num_asked = 0
+        self._asked: dict[int, asyncio.Future[bytes]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # running: the event loop itself holds them weakly
+
+    # --- sending ------------------------------------------------------------------------------------------------------
+
+    def send(self, message: Message | bytes) -> None:
+        """Sends a message, or what the other side expects before any message. Ignored when the link is down."""
+        if self._transport is not None:
+            frame = encode_frame(message)
+            if len(frame) > MAX_WAITING_BYTES and not self._is_full:  # what is larger than all that may wait, waits
+                self._transport.set_write_buffer_limits(high=len(frame) + MAX_WAITING_BYTES, low=0)
+            self._transport.write(frame)
+
+    def tell(self, name: str, payload: bytes) -> None:
+        """Asks without waiting for an answer."""
+        self.send(Question(0, name, payload))
+
+    async def ask(self, name: str, payload: bytes = b"", timeout_s: float | None = None) -> bytes:
+        """Returns the other side's answer.
+
+        Raises NotReady when the link is down, full or ends, TimeoutError, and what the other side raised.
+        """
+        if self._transport is None or self._is_full:
+            raise NotReady("The other process does not answer.")
+        self._num_asked += 1
+        number = self._num_asked
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        try:
+            self.send(Question(number, name, payload))
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        finally:
+            del self._asked[number]
+
+    def close(self) -> None:
+        """Closes it once all was sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    # --- what asyncio calls -------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.set_write_buffer_limits(high=MAX_WAITING_BYTES, low=0)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        for payload in self._buffer.feed(data):
+            match self._decode(payload):
+                case Question() as question:
+                    task = asyncio.create_task(self._answer(question), name=f"answer-{question.name}")
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+                case Answer() as answer:
+                    self._settle(answer)
+                case message:
+                    self._take(message)
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+        self._on_full()
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        if self._transport is not None:
+            self._transport.set_write_buffer_limits(high=MAX_WAITING_BYTES, low=0)
+            self._on_empty()
+
+    def connection_lost(self, _: BaseException | None) -> None:
+        self._transport = None
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(NotReady("The other process has ended."))
+        self._on_lost()
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    async def _answer(self, question: Question) -> None:
+        try:
+            answer = Answer(question.number, await self._replies[question.name](question.payload))
+        except RoseinferError as error:
+            answer = Answer(question.number, b"", (type(error).__name__, error.message, error.param))
+        if question.number:
+            self.send(answer)
+
+    def _settle(self, answer: Answer) -> None:
+        waiting = self._asked.get(answer.number)
+        if waiting is None or waiting.done():  # it came too late
+            return
+        if answer.error is None:
+            waiting.set_result(answer.payload)
+        else:
+            name, message, param = answer.error
+            error: RoseinferError = getattr(errors, name)(message)
+            error.param = param
+            waiting.set_exception(error)

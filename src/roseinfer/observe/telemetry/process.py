@@ -1,0 +1,209 @@
+"""The front end's handle of the telemetry process: starts it, once more when it has died, and asks it.
+
+Nothing here waits for it: facts that it does not take are dropped, and a question has a deadline.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+
+from roseinfer.config.options import Config
+from roseinfer.errors import NotReady
+from roseinfer.observe.gaps.attribution import ledger_json
+from roseinfer.observe.gaps.causes import Cause
+from roseinfer.observe.telemetry.facts import Fact, LedgerQuery, Page, PageQuery
+from roseinfer.observe.telemetry.forwarder import Forwarder
+from roseinfer.observe.telemetry.link import Link, Reply
+from roseinfer.records import QueueReport, RequestTimeline
+from roseinfer.runtime.child_process import end_process, start_process
+
+RESTART_WINDOW_S = 600.0  # in which there is one restart: what kills two in succession will kill a third
+PAGE_TIMEOUT_S = 3.0  # for a page of metrics
+LEDGER_TIMEOUT_S = 0.25  # an answer waits for it
+CLOSE_TIMEOUT_S = 1.5  # in which it takes the last facts and exports its spans
+
+_COMMAND = ("-P", "-m", "roseinfer", "telemetry", "--fd")  # -P: import nothing from the current directory
+
+_log = logging.getLogger(__name__)
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What the process is told first."""
+
+    config: Config
+    more_keys: str  # added to those of the file
+    ports: list[int]  # descriptors of the sockets at which the operations port listens
+
+
+class TelemetryProcess:
+    """Runs the process, and has facts forwarded to it. All methods belong to one event loop.
+
+    It has a session of its own, so that Ctrl-C does not reach it, and dies with its parent. `command` starts it, with
+    the descriptor of its end of the socket as the last argument.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        forwarder: Forwarder,
+        report_queue: Callable[[], QueueReport],
+        more_keys: str = "",
+        command: Sequence[str] = _COMMAND,
+    ) -> None:
+        self.num_restarts = 0
+        self._config = config
+        self._forwarder = forwarder
+        self._report_queue = report_queue
+        self._more_keys = more_keys
+        self._command = command
+        self._starter = ThreadPoolExecutor(1, "roseinfer-telemetry")  # a child dies with the thread that started it
+        self._next_restart_s = -math.inf
+        self._process: subprocess.Popen[bytes] | None = None
+        self._link: Link | None = None
+        self._replies: dict[str, Reply] = {}
+        self._ports: list[socket.socket] = []
+        self._launching: asyncio.Task[None] | None = None
+        self._lost = asyncio.Event()
+        self._is_closing = False
+
+    @property
+    def pid(self) -> int | None:
+        """The process id once started."""
+        return None if self._process is None else self._process.pid
+
+    async def start(self, replies: Mapping[str, Reply], ports: Sequence[socket.socket]) -> None:
+        """Starts it, to serve the operations port at these sockets, which are closed here when it is not there.
+
+        `replies` answer what it asks, beside those of this class.
+        """
+        self._ports = list(ports)
+        self._replies = {"sync": self._sync, "look": self._look, **replies}
+        await self._launch()
+
+    async def ready(self) -> None:
+        """Return when it observes. Raises ConfigError for what it cannot do."""
+        if self._link is not None:
+            with contextlib.suppress(NotReady):  # it has died, and is started again
+                await self._link.ask("ready")
+
+    async def _launch(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._lost.clear()
+        with theirs:
+            passed = [theirs.fileno(), *(port.fileno() for port in self._ports)]
+            command = [*self._command, str(theirs.fileno())]
+            start = partial(_replace, self._process, command, passed)
+            self._process = await asyncio.get_running_loop().run_in_executor(self._starter, start)
+        forwarder = self._forwarder
+        link = Link(self._replies, _refuse, self._on_lost, forwarder.cut, self._resume)
+        ours.setblocking(False)
+        await asyncio.get_running_loop().create_connection(lambda: link, sock=ours)
+        self._link = link
+        setup = Setup(self._config, self._more_keys, [port.fileno() for port in self._ports])
+        link.send(msgspec.msgpack.encode(setup))
+        self._resume()
+
+    def _resume(self) -> None:
+        assert self._link is not None
+        self._forwarder.resume(self._link.send, self.num_restarts)
+
+    def _on_lost(self) -> None:
+        self._forwarder.cut()
+        self._link = None
+        self._lost.set()
+        if self._is_closing:
+            return
+        now_s = time.monotonic()
+        if now_s < self._next_restart_s:
+            _log.error("the telemetry process has died again: there are no metrics until the server is started anew")
+            for port in self._ports:
+                port.close()
+            return
+        self._next_restart_s = now_s + RESTART_WINDOW_S
+        self.num_restarts += 1
+        _log.error("the telemetry process has died and is started again")
+        self._launching = asyncio.create_task(self._launch(), name="telemetry")
+
+    async def close(self) -> None:
+        """Sends the last facts and waits a little for its exit."""
+        self._is_closing = True
+        if self._launching is not None:
+            await asyncio.wait({self._launching})
+        if self._link is not None:
+            self._forwarder.catch_up()
+            self._link.close()
+        for port in self._ports:
+            port.close()
+        if self._process is not None:
+            await asyncio.to_thread(end_process, self._process, CLOSE_TIMEOUT_S)
+        self._starter.shutdown(wait=False)
+
+    # --- questions ----------------------------------------------------------------------------------------------------
+
+    async def page(self, name: str, accept: str, *, takes_gzip: bool = False) -> Page:
+        """Returns the page `metrics` or `load`. Raises NotReady where there is none in time."""
+        if self._link is None:
+            raise NotReady("The telemetry process, which has the metrics, is not running.")
+        self._forwarder.catch_up()
+        try:
+            query = msgspec.msgpack.encode(PageQuery(accept.encode(errors="replace").decode(), takes_gzip))
+            content = await self._link.ask(name, query, PAGE_TIMEOUT_S)
+        except TimeoutError:
+            raise NotReady("The telemetry process, which has the metrics, does not answer.") from None
+        return msgspec.msgpack.decode(content, type=Page)
+
+    async def ledgers(self, timelines: Sequence[RequestTimeline], until_ns: int) -> list[dict[str, object]]:
+        """Returns the ledgers of requests in flight; where causes are not known in time, all is `unknown`."""
+        known = [replace(each, token_ns=each.token_ns.copy(), arrivals=each.arrivals[-1:]) for each in timelines]
+        causes = await self._causes(known)
+        return [ledger_json(each, decode_ns, until_ns) for each, decode_ns in zip(known, causes, strict=True)]
+
+    async def _causes(self, timelines: Sequence[RequestTimeline]) -> list[dict[Cause, int]]:
+        nothing: list[dict[Cause, int]] = [
+            {Cause.UNKNOWN: each.token_ns[-1] - each.token_ns[0]} if len(each.token_ns) > 1 else {}
+            for each in timelines
+        ]
+        if self._link is None or not any(nothing):
+            return nothing
+        self._forwarder.catch_up()
+        query = msgspec.msgpack.encode(LedgerQuery([each.serial for each in timelines]))
+        try:
+            answer = await self._link.ask("ledger", query, LEDGER_TIMEOUT_S)
+        except (NotReady, TimeoutError):
+            return nothing
+        found = msgspec.msgpack.decode(answer, type=list[dict[Cause, int]])
+        return [
+            causes if sum(causes.values()) == sum(unknown.values()) else unknown
+            for causes, unknown in zip(found, nothing, strict=True)
+        ]
+
+    async def _sync(self, _: bytes) -> bytes:
+        self._forwarder.catch_up()
+        return b""
+
+    async def _look(self, _: bytes) -> bytes:
+        self._forwarder.catch_up()
+        return self._forwarder.present(self._report_queue())
+
+
+def _replace(
+    before: "subprocess.Popen[bytes] | None", command: Sequence[str], descriptors: Sequence[int]
+) -> "subprocess.Popen[bytes]":
+    if before is not None:  # it may have closed its link alone
+        before.kill()
+        before.wait()
+    return start_process(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
+
+
+def _refuse(message: Fact) -> None:
+    raise AssertionError(f"telemetry sends no facts, and sent a {type(message).__name__}")

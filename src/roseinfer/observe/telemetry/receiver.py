@@ -1,0 +1,197 @@
+"""The telemetry process's side of facts: decodes them, and gives them to a hub as if they had happened here."""
+
+import asyncio
+import gzip
+from array import array
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from roseinfer.errors import ConfigError
+from roseinfer.observe.gaps.causes import CAUSES, Cause
+from roseinfer.observe.observation import Observation
+from roseinfer.observe.telemetry.facts import (
+    LARGE_PAGE,
+    WRITE_COLUMNS,
+    Batch,
+    Deliveries,
+    EngineReady,
+    Entered,
+    Fact,
+    InFlight,
+    LedgerQuery,
+    Page,
+    PageQuery,
+    Present,
+    Rested,
+    Resumed,
+    Stalled,
+    State,
+    Stepped,
+    decode_stamps,
+    decode_state,
+)
+from roseinfer.observe.telemetry.link import Reply
+from roseinfer.records import Advanced, LifecycleState, QueueReport, RequestTimeline
+
+_GZIP_LEVEL = 6  # as zlib has it
+
+
+class Receiver:
+    """Keeps a copy of the timeline of each request in flight, and gives facts about them to an observation's hub."""
+
+    def __init__(self) -> None:
+        self.spent_ns = 0  # by the front end on facts
+        self.num_dropped_log_lines = 0  # by the front end
+        self.queue = QueueReport()
+        self.num_tasks = 0  # of the front end
+        self._state: LifecycleState | None = None
+        self._refusal: ConfigError | None = None
+        self._observation: Observation  # from `open` on
+        self._open: dict[int, RequestTimeline] = {}  # by serial
+        self._deliveries = Deliveries()
+        self._gc_pauses_ns: list[int] = []
+        self.on_state: Callable[[LifecycleState], None] = lambda _: None
+
+    def open(self, observation: Observation) -> None:
+        """Gives the facts to this observation from now on."""
+        self._observation = observation
+
+    def refuse(self, refusal: ConfigError) -> None:
+        """Takes no facts, since there is nothing to observe them; the front end is told why."""
+        self._refusal = refusal
+
+    def replies(self) -> dict[str, Reply]:
+        """Returns the answers to the front end's questions, by name."""
+
+        async def ready(_: bytes) -> bytes:
+            if self._refusal is not None:
+                raise self._refusal
+            return b""
+
+        async def page(payload: bytes, *, is_load: bool) -> bytes:
+            query = msgspec.msgpack.decode(payload, type=PageQuery)
+            content, content_type = self._observation.page(query.accept, is_load=is_load)
+            is_compressed = query.takes_gzip and len(content) >= LARGE_PAGE
+            if is_compressed:
+                content = await asyncio.to_thread(gzip.compress, content, _GZIP_LEVEL)
+            return msgspec.msgpack.encode(Page(content, content_type, is_compressed))
+
+        async def ledger(payload: bytes) -> bytes:
+            query = msgspec.msgpack.decode(payload, type=LedgerQuery)
+            return msgspec.msgpack.encode(self._observation.causes(map(self._open.get, query.serials)))
+
+        return {
+            "ready": ready,
+            "metrics": partial(page, is_load=False),
+            "load": partial(page, is_load=True),
+            "ledger": ledger,
+        }
+
+    def take_gc_pauses_ns(self) -> list[int]:
+        """Returns the front end's garbage collections since the last call."""
+        taken, self._gc_pauses_ns = self._gc_pauses_ns, []
+        return taken
+
+    def take(self, fact: Fact) -> None:
+        """Takes a message in its turn."""
+        if self._refusal is not None:
+            return
+        hub = self._observation.hub
+        match fact:
+            case Batch():
+                self._take_batch(fact)
+            case Entered(state):
+                self._enter(state)
+            case EngineReady(info):
+                self._observation.set_engine_info(info)
+            case Stalled(since_ns):
+                hub.on_stall(since_ns)
+            case Rested(violations):
+                hub.on_rest(violations)
+            case Resumed():
+                self._resume(fact)
+
+    def _enter(self, state: LifecycleState) -> None:
+        self._state = state
+        self.on_state(state)
+        self._observation.hub.on_lifecycle(state)
+
+    # --- a batch ------------------------------------------------------------------------------------------------------
+
+    def _take_batch(self, batch: Batch) -> None:
+        observation, hub = self._observation, self._observation.hub
+        self.spent_ns, self.num_dropped_log_lines = batch.spent_ns, batch.num_dropped_log_lines
+        for start_ns, end_ns, number in batch.interruptions:
+            cause = CAUSES[number]
+            observation.note_interruption(cause, start_ns, end_ns)
+            if cause is Cause.GC:
+                self._gc_pauses_ns.append(end_ns - start_ns)
+        for code in batch.refusals:
+            hub.on_refusal(code)
+        for state in batch.started:
+            timeline = RequestTimeline(**decode_state(state))
+            self._open[timeline.serial] = timeline
+            hub.on_start(timeline)
+        for step in batch.steps:
+            self._take_step(step)
+        self._take_writes(batch.writes)
+        for state in batch.ended:
+            timeline = self._update(state)
+            del self._open[timeline.serial]
+            hub.on_finish(timeline)
+
+    def _take_step(self, step: Stepped) -> None:
+        tokens_ns, timelines = step.record.tokens_ns, self._open
+        advanced = Advanced([timelines[serial] for serial in step.serials], step.previous_ns)
+        for timeline in advanced:
+            timeline.token_ns.append(tokens_ns)
+        for state in step.changed:
+            self._update(state)
+        self._observation.hub.on_step(step.record, advanced)
+
+    def _take_writes(self, content: bytes) -> None:
+        values = iter(array("q", content))
+        on_write = self._observation.hub.on_write
+        for row in zip(*[values] * WRITE_COLUMNS, strict=True):
+            timeline = self._open[row[0]]
+            delivery = self._deliveries.delivery(row, len(timeline.write_ns))
+            timeline.write_ns.append(delivery.written_ns)
+            on_write(timeline, delivery)
+
+    def _update(self, state: State) -> RequestTimeline:
+        fields = decode_state(state)
+        timeline = self._open[fields["serial"]]
+        for name, value in fields.items():
+            setattr(timeline, name, value)
+        return timeline
+
+    # --- the present --------------------------------------------------------------------------------------------------
+
+    def set_present(self, payload: bytes) -> None:
+        """Takes a `Present`."""
+        present = msgspec.msgpack.decode(payload, type=Present)
+        self.queue, self.num_tasks = present.queue, present.num_tasks
+        for state in present.requests:
+            if decode_state(state)["serial"] in self._open:  # else its start was lost
+                self._update(state)
+
+    def _resume(self, resumed: Resumed) -> None:
+        observation, hub = self._observation, self._observation.hub
+        self._open = {timeline.serial: timeline for timeline in map(self._in_flight, resumed.requests)}
+        if resumed.state is not self._state:
+            self._enter(resumed.state)
+        hub.on_resume(list(self._open.values()))
+        observation.metrics.resume(resumed.running, resumed.num_dropped, resumed.num_restarts)
+        if resumed.engine is not None and resumed.engine != observation.flight.engine_info:
+            observation.set_engine_info(resumed.engine, is_new=False)
+
+    def _in_flight(self, request: InFlight) -> RequestTimeline:
+        """Returns the copy that there is, brought up to date, or a new one."""
+        fields = decode_state(request.state)
+        timeline = self._open.get(fields["serial"]) or RequestTimeline(**fields)
+        for name, value in fields.items():
+            setattr(timeline, name, value)
+        timeline.token_ns, timeline.write_ns = decode_stamps(request.token_ns), decode_stamps(request.write_ns)
+        return timeline

@@ -1,0 +1,132 @@
+"""Builds what observes: the telemetry process of `roseinfer serve`, and the routes of its operations port."""
+
+import asyncio
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
+from functools import partial
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from roseinfer import __version__
+from roseinfer.config.options import Config
+from roseinfer.errors import ConfigError
+from roseinfer.observe import logs
+from roseinfer.observe.observation import Observation
+from roseinfer.observe.recorder import capture
+from roseinfer.observe.recorder.capture import Profile
+from roseinfer.observe.telemetry.facts import LARGE_PAGE
+from roseinfer.observe.telemetry.link import Link
+from roseinfer.observe.telemetry.process import Setup
+from roseinfer.observe.telemetry.receiver import Receiver
+from roseinfer.runtime.child_process import live_as_child
+from roseinfer.runtime.file_watch import WATCH_INTERVAL_S
+from roseinfer.runtime.frames import receive_frame
+from roseinfer.server.app import LOAD_PATH, build_ops_app, build_runner
+from roseinfer.server.connection.api_keys import ApiKeys
+from roseinfer.server.ops import debug, profile
+from roseinfer.server.ops.front_end import FrontEnd, Refusals
+from roseinfer.server.port import Port
+
+_OPS_CLOSE_S = 0.2  # for answers of the operations port under way at the end
+
+
+def telemetry_main(fd: int) -> int:
+    """The child process of `TelemetryProcess`: observers of the facts that come over the socket `fd`."""
+    live_as_child()
+    with socket.socket(fileno=fd) as connection:
+        try:
+            setup = msgspec.msgpack.decode(receive_frame(connection), type=Setup)
+        except EOFError:
+            return 0
+        with closing(logs.configure(setup.config.observe, sys.stderr)) as output:
+            asyncio.run(_observe(connection, setup, output))
+    return 0
+
+
+async def _observe(connection: socket.socket, setup: Setup, output: logs.LogOutput) -> None:
+    """Observe, and serve the operations port, until the front end has gone."""
+    receiver, gone = Receiver(), asyncio.Event()
+    link = Link(receiver.replies(), receiver.take, gone.set)
+
+    def num_dropped() -> int:
+        return output.num_dropped + receiver.num_dropped_log_lines
+
+    try:
+        observation = Observation(
+            setup.config, __version__, num_dropped, receiver.take_gc_pauses_ns, lambda: receiver.spent_ns
+        )
+    except ConfigError as error:
+        receiver.refuse(error)
+        await _hear(link, connection, gone)
+        return
+    try:
+        receiver.open(observation)
+        async with _ops_port(setup, receiver, link, observation):
+            await _hear(link, connection, gone)
+    finally:
+        observation.close()
+
+
+async def _hear(link: Link, connection: socket.socket, gone: asyncio.Event) -> None:
+    connection.setblocking(False)
+    await asyncio.get_running_loop().create_connection(lambda: link, sock=connection)
+    await gone.wait()
+
+
+@asynccontextmanager
+async def _ops_port(setup: Setup, receiver: Receiver, link: Link, observation: Observation) -> AsyncIterator[None]:
+    """Serve the operations port, where there is one."""
+    config = setup.config
+    front_end = FrontEnd(link, receiver.set_present)
+    observation.capture.profile = front_end.profile
+    observation.flight.queue = lambda: receiver.queue
+    keys = ApiKeys.configured(config.server.api_key_file, setup.more_keys)
+    port = Port(config.server, Refusals(link), keys)
+    receiver.on_state = partial(setattr, port, "state")
+    routes = debug_routes(config, observation, front_end.profile, lambda: receiver.num_tasks)
+    ops_app = build_ops_app(port, metrics_handler(observation), front_end.judge, routes, [front_end.ask_first])
+    runner = build_runner(ops_app, _OPS_CLOSE_S)
+    await runner.setup()
+    watching = None
+    if keys is not None and keys.path is not None:
+        watching = asyncio.create_task(keys.files.watch(keys.read, keys.replace, WATCH_INTERVAL_S))
+    listening = [await runner.listen_at(socket.socket(fileno=descriptor)) for descriptor in setup.ports]
+    try:
+        yield
+    finally:
+        if watching is not None:
+            watching.cancel()
+        for server in listening:
+            server.close()
+        await runner.cleanup()
+
+
+def metrics_handler(observation: Observation) -> Handler:
+    """Render the pages of metrics in this process."""
+
+    async def handle(request: web.Request) -> web.Response:
+        page, content_type = observation.page(request.headers.get("Accept", ""), is_load=request.path == LOAD_PATH)
+        response = web.Response(body=page, headers={"Content-Type": content_type}, zlib_executor_size=LARGE_PAGE)
+        if len(page) >= LARGE_PAGE:
+            response.enable_compression()  # where the scraper takes it, as Prometheus does
+        return response
+
+    return handle
+
+
+def debug_routes(
+    config: Config, observation: Observation, profile_steps: Profile, num_tasks: Callable[[], int] | None = None
+) -> list[web.RouteDef]:
+    """The routes under `/debug`; `num_tasks` counts those of the front end, where it is another process."""
+    observe = config.observe
+    new_directory = partial(capture.profile_directory, observe.capture_dir, observe.capture_max_mib)
+    write_manifest = partial(capture.write_profile_manifest, observation.capture.facts)
+    return [
+        *debug.routes(observation.flight),
+        profile.route(profile_steps, new_directory, write_manifest),
+        debug.invariants_route(observation.integrity.report, num_tasks or debug.num_tasks),
+    ]

@@ -1,0 +1,132 @@
+"""Builds what `roseinfer serve` runs in its first process, the front end, and serves.
+
+Facts are observed by the telemetry process (`observing.py`); with the engine in a thread, which is for tests, debuggers
+and profilers, by this one.
+"""
+
+import asyncio
+import gc
+import logging
+import sys
+from collections.abc import Awaitable
+from functools import cache, partial
+
+import msgspec
+from aiohttp import web
+
+from roseinfer import __version__
+from roseinfer.config.options import Config
+from roseinfer.engine.link.client import AsyncEngine
+from roseinfer.messages import EngineInfo, ProfileEnded
+from roseinfer.observe import logs, otel
+from roseinfer.observe.gaps.deliveries import LiveInterruptions
+from roseinfer.observe.gaps.interruptions import hear_interruptions
+from roseinfer.observe.telemetry.forwarder import Forwarder
+from roseinfer.observe.telemetry.process import TelemetryProcess
+from roseinfer.runtime import memory
+from roseinfer.runtime.cpu_waits import LoopWaits
+from roseinfer.runtime.gc_pauses import GcPauses
+from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
+from roseinfer.server import lifecycle
+from roseinfer.server.app import LOAD_PATH, Instruments
+from roseinfer.text.grammar.checker import GrammarChecker
+from roseinfer.wiring import make_client
+
+_SWITCH_INTERVAL_S = 0.001  # the event loop waits this long for each busy thread; Python's default is five times that
+
+_log = logging.getLogger(__name__)
+
+
+def serve(config: Config, more_keys: str = "") -> int:
+    """Serve until a signal; `more_keys` are added to the file's. Returns the exit code. Raises ConfigError."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    has_processes = config.engine.transport == "process"
+    if has_processes:
+        memory.prefer_giving_back()
+    output = logs.configure(config.observe, sys.stderr)
+    gc_pauses, loop_waits = GcPauses(), LoopWaits()
+    facts = (_FactsElsewhere if has_processes else _FactsHere)(config, output, gc_pauses, loop_waits)
+    client = make_client(config, facts.hub)
+    checker = GrammarChecker(config.structured, lambda: client.info)
+    instruments = facts.instruments(client, checker, more_keys)
+
+    # Once, after the engine started, which would inherit it; a later one is started by a thread that is not nicer.
+    become_nicer = cache(partial(be_nicer, FRONT_END_NICENESS if has_processes else 0))
+
+    def on_ready(url: str) -> None:
+        facts.set_engine_info(client.info)
+        become_nicer()
+        _settle(config, client.info, url)
+
+    try:
+        with gc_pauses, asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(loop_waits.selector())) as runner:
+            return runner.run(lifecycle.run(config, client, facts.hub, instruments, on_ready, more_keys))
+    finally:
+        for opened in (facts, checker, output):
+            opened.close()
+
+
+class _FactsElsewhere:
+    """Has the facts of this process observed by the telemetry process."""
+
+    def __init__(self, config: Config, output: logs.LogOutput, gc_pauses: GcPauses, loop_waits: LoopWaits) -> None:
+        is_traced = bool(otel.exporter_names("traces", config.tracing.endpoint, otel.sdk_environment()))
+        self._config = config
+        self._forwarder = Forwarder(lambda: output.num_dropped, is_traced=is_traced)
+        self.hub = self._forwarder.hub
+        self.set_engine_info = self._forwarder.set_engine_info
+        self.hub.on_write_returned = loop_waits.glance
+        hear_interruptions(gc_pauses, loop_waits, LiveInterruptions(), self._forwarder.note_interruption)
+
+    def instruments(self, client: AsyncEngine, checker: GrammarChecker, more_keys: str) -> Instruments:
+        telemetry = TelemetryProcess(self._config, self._forwarder, client.queue_estimate.report, more_keys)
+
+        async def handle_metrics(request: web.Request) -> web.Response:
+            name = "load" if request.path == LOAD_PATH else "metrics"
+            takes_gzip = "gzip" in request.headers.get("Accept-Encoding", "")
+            page = await telemetry.page(name, request.headers.get("Accept", ""), takes_gzip=takes_gzip)
+            headers = {"Content-Type": page.content_type}
+            if page.is_compressed:
+                headers["Content-Encoding"] = "gzip"
+            return web.Response(body=page.content, headers=headers)
+
+        return Instruments(handle_metrics, telemetry.ledgers, (), checker, telemetry)
+
+    def close(self) -> None:
+        """Do nothing: the server's end is the telemetry process's."""
+
+
+class _FactsHere:
+    """Observes the facts of this process itself."""
+
+    def __init__(self, config: Config, output: logs.LogOutput, gc_pauses: GcPauses, loop_waits: LoopWaits) -> None:
+        from roseinfer.observe.observation import Observation
+
+        self._observation = Observation(config, __version__, lambda: output.num_dropped, gc_pauses.take)
+        self._observation.listen(gc_pauses, loop_waits)
+        self._config = config
+        self.hub = self._observation.hub
+        self.set_engine_info = self._observation.set_engine_info
+        self.close = self._observation.close
+
+    def instruments(self, client: AsyncEngine, checker: GrammarChecker, _: str) -> Instruments:
+        from roseinfer import observing
+
+        async def profile(num_steps: int, directory: str) -> Awaitable[ProfileEnded]:
+            return client.profile(num_steps, directory)
+
+        observation = self._observation
+        observation.capture.profile = profile
+        observation.flight.queue = client.queue_estimate.report
+        routes = observing.debug_routes(self._config, observation, profile)
+        return Instruments(observing.metrics_handler(observation), observation.ledgers, routes, checker)
+
+
+def _settle(config: Config, info: EngineInfo, url: str) -> None:
+    """End the start-up: freeze what it made, and log what serves."""
+    gc.collect()
+    gc.freeze()  # later collections need not walk it
+    if info.device == "cpu" and not info.kernels and config.runner.kernels != "off":
+        _log.warning("no compiled kernels were found, so plain torch serves; `roseinfer kernels build` makes them")
+    facts = msgspec.structs.asdict(info) | {"sampling_defaults": msgspec.structs.asdict(info.sampling_defaults)}
+    _log.info("ready on %s", url, extra=facts)

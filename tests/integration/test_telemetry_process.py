@@ -1,0 +1,197 @@
+"""The real telemetry process behind a front end that serves nothing: it dies, hangs, refuses, and is asked too late."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from roseinfer.config.options import Config, ModelConfig, ObserveConfig, ServerConfig
+from roseinfer.errors import ConfigError, NotReady, Overloaded
+from roseinfer.observe.gaps.causes import Cause
+from roseinfer.observe.metrics.scrape import Page
+from roseinfer.observe.telemetry import link as link_module
+from roseinfer.observe.telemetry import process as process_module
+from roseinfer.observe.telemetry.forwarder import Forwarder
+from roseinfer.observe.telemetry.process import TelemetryProcess
+from roseinfer.records import LifecycleState, QueueReport
+from roseinfer.server.app import Reply
+from tests.unit.observe.facts import MS
+from tests.unit.observe.telemetry.test_forwarding import Serving, run_some
+
+
+class Front:
+    """A front end with traffic but without clients."""
+
+    def __init__(self, observe: ObserveConfig) -> None:
+        server = ServerConfig(served_model_name="tiny", ops_host="127.0.0.1")
+        self.forwarder = Forwarder()
+        config = Config(model=ModelConfig(path="m"), server=server, observe=observe)
+        self.process = TelemetryProcess(config, self.forwarder, QueueReport)
+        self.traffic = Serving(self.forwarder.hub)
+        self.port = socket.create_server(("127.0.0.1", 0))
+        self.ops = f"http://127.0.0.1:{self.port.getsockname()[1]}"
+        self.forwarder.hub.on_lifecycle(LifecycleState.STARTING)
+
+    async def page_now(self) -> Page:
+        return Page.parse((await self.process.page("metrics", "")).content.decode())
+
+    async def page(self) -> Page:
+        """The page as soon as there is one: on a busy machine the process is the last to run."""
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    return await self.page_now()
+                except NotReady:
+                    await asyncio.sleep(0.02)
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def is_exact(self, page: Page) -> bool:
+        """Whether the page has every request and every token, those included that it was not told of."""
+        num_tokens = sum(len(timeline.token_ns) for timeline in self.traffic.received)
+        return (
+            page.value("roseinfer_generation_tokens_total") == num_tokens
+            and page.value("roseinfer_requests_received_total") == len(self.traffic.received)
+            and page.value("roseinfer_http_inflight_streams") == len(self.traffic.running + self.traffic.waiting)
+            and sum(page.samples["roseinfer_requests_total"].values()) == len(self.traffic.ended)
+        )
+
+
+@asynccontextmanager
+async def front(replies: Mapping[str, Reply] | None = None, **observe: object) -> AsyncIterator[Front]:
+    started = Front(ObserveConfig(log_level="error", **observe))  # type: ignore[arg-type]
+    await started.process.start(replies or {}, [started.port])
+    try:
+        yield started
+    finally:
+        await started.process.close()
+
+
+async def test_a_process_that_is_killed_is_started_once_more_with_true_totals(caplog: pytest.LogCaptureFixture) -> None:
+    async with front() as server:
+        run_some(server.traffic, 1)
+        assert server.is_exact(await server.page())
+        first = server.process.pid
+        server.signal(signal.SIGKILL)
+        while server.process.num_restarts == 0:
+            run_some(server.traffic, 2, num_acts=5)
+            await asyncio.sleep(0)
+        run_some(server.traffic, 3)
+        page = await server.page()
+        assert server.process.pid != first
+        assert server.is_exact(page)
+        assert page.value("roseinfer_telemetry_restarts_total") == 1
+        server.signal(signal.SIGKILL)
+        while server.process._link is not None:  # noqa: ASYNC110 - nobody is told of it
+            await asyncio.sleep(0.001)
+        run_some(server.traffic, 4)
+        with pytest.raises(NotReady, match="not running"):
+            await server.page_now()
+        async with aiohttp.ClientSession() as session:
+            with pytest.raises(aiohttp.ClientConnectionError):
+                await session.get(f"{server.ops}/livez")
+    assert "died again" in caplog.text
+
+
+async def test_one_that_hangs_is_waited_for_by_nobody_and_takes_bounded_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link_module, "MAX_WAITING_BYTES", 100_000)
+    async with front() as server:
+        await server.page()
+        server.signal(signal.SIGSTOP)
+        server.traffic.arrive(3)
+        server.traffic.step(MS, 1)
+        server.traffic.step(MS, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(process_module, "PAGE_TIMEOUT_S", 0.05)
+            with pytest.raises(NotReady, match="does not answer"):
+                await server.page_now()
+        (request,) = server.traffic.running
+        (ledger,) = await server.process.ledgers([request], server.traffic.now_ns)
+        assert ledger["parts_ns"]["decode.unknown"] == request.token_ns[1] - request.token_ns[0]  # type: ignore[index]
+        for seed in range(1000):
+            run_some(server.traffic, seed)
+            server.forwarder.catch_up()
+            if server.forwarder.num_dropped > 1000:
+                break
+        link = server.process._link
+        assert link is not None
+        assert link._transport is not None
+        assert link._transport.get_write_buffer_size() < 400_000, "what may wait, and the batch that was too much"
+        with pytest.raises(NotReady):
+            await server.page_now()
+        server.signal(signal.SIGCONT)
+        assert server.is_exact(await server.page())
+        run_some(server.traffic, 7)
+        page = await server.page()
+        assert server.is_exact(page)
+        assert page.value("roseinfer_telemetry_dropped_total", signal="fact") == server.forwarder.num_dropped
+        assert page.value("roseinfer_telemetry_restarts_total") == 0
+
+
+async def test_the_operations_port_asks_the_front_end(tmp_path: Path) -> None:
+    refused: list[bytes] = []
+
+    async def probe(path: bytes) -> bytes:
+        from msgspec import msgpack
+
+        return msgpack.encode({"status": 503 if path == b"/readyz" else 200, "body": path})
+
+    async def profile(_: bytes) -> bytes:
+        raise Overloaded("Not now.")
+
+    async def refusal(code: bytes) -> bytes:
+        refused.append(code)
+        return b""
+
+    replies = {"probe": probe, "begin_profile": profile, "refusal": refusal}
+    async with front(replies, capture_dir=str(tmp_path)) as server, aiohttp.ClientSession() as session:
+        for path, status in (("/livez", 200), ("/readyz", 503)):
+            async with session.get(server.ops + path) as response:
+                assert (response.status, await response.text()) == (status, path)
+        run_some(server.traffic, 1)
+        async with session.get(f"{server.ops}/metrics") as response:
+            assert server.is_exact(Page.parse(await response.text()))
+        server.traffic.arrive(5)
+        async with session.get(f"{server.ops}/debug/requests") as response:
+            found = (await response.json())["requests"]
+            assert {each["id"] for each in found} == {
+                each.request_id for each in server.traffic.running + server.traffic.waiting
+            }
+        async with session.post(f"{server.ops}/debug/profile") as response:
+            assert (response.status, (await response.json())["error"]["message"]) == (429, "Not now.")
+        async with session.get(f"{server.ops}/nowhere") as response:
+            assert response.status == 404
+        async with session.get(f"{server.ops}/metrics"):  # asked after what it was told
+            pass
+        assert refused == [b"overloaded", b"unknown_route"]
+
+
+async def test_what_it_cannot_do_is_known_before_the_server_is_ready() -> None:
+    async with front(capture_rules=["nonsense"], capture_dir="x") as server:
+        with pytest.raises(ConfigError, match="rule 1") as refusal:
+            await server.process.ready()
+        assert refusal.value.param == "observe.capture_rules"
+
+
+async def test_causes_of_a_ledger_come_from_the_process() -> None:
+    async with front() as server:
+        await server.page()  # it has started
+        server.traffic.arrive(3)
+        for _ in range(6):
+            server.traffic.step(5 * MS, 1)
+        (request,) = server.traffic.running
+        (ledger,) = await server.process.ledgers([request], server.traffic.now_ns)
+        parts = ledger["parts_ns"]
+        assert isinstance(parts, dict)
+        assert sum(parts.values()) == ledger["total_ns"] == server.traffic.now_ns - request.recv_ns
+        assert set(parts) & {f"decode.{cause}" for cause in Cause} - {"decode.unknown"}

@@ -1,0 +1,269 @@
+"""Facts that went through bytes say the same on the other side, and after a loss what is true is true there again."""
+
+import random
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from roseinfer.config.options import Config, ModelConfig, ServerConfig
+from roseinfer.errors import ConfigError
+from roseinfer.observe.gaps.causes import Cause
+from roseinfer.observe.observation import Observation
+from roseinfer.observe.telemetry.facts import Batch, Message, Resumed
+from roseinfer.observe.telemetry.forwarder import Forwarder
+from roseinfer.observe.telemetry.receiver import Receiver
+from roseinfer.records import (
+    Advanced,
+    Arrival,
+    Delivery,
+    FinishReason,
+    Invariant,
+    LifecycleState,
+    Observer,
+    QueueReport,
+    RequestTimeline,
+    Violation,
+)
+from tests.unit.observe.facts import ENGINE, MS, Page, Traffic, make_step
+
+CONFIG = Config(model=ModelConfig(path="m"), server=ServerConfig(served_model_name="tiny"))
+COUNTED = (
+    *("roseinfer_requests_received_total", "roseinfer_requests_total", "roseinfer_request_errors_total"),
+    *("roseinfer_generation_tokens_total", "roseinfer_prompt_tokens_total", "roseinfer_requests_rejected_total"),
+    *("roseinfer_reasoning_tokens_total", "roseinfer_client_disconnects_total", "roseinfer_invariant_violations_total"),
+)
+OF_THE_PROCESS = (
+    *("roseinfer_observability", "roseinfer_scrape_duration", "roseinfer_gc_pause", "roseinfer_telemetry"),
+    *("roseinfer_engine_last_step_timestamp", "roseinfer_slow_gaps"),  # the latter: by what came just before
+)
+
+
+class Ends:
+    """A front end's forwarder, what it sends, and a receiver that gets it unless it is held."""
+
+    def __init__(self) -> None:
+        self.forwarder = Forwarder()
+        self.sent: list[Message] = []
+        self.receiver, self.observation = Receiver(), observation()
+        self.receiver.open(self.observation)
+        self.num_restarts = 0
+
+    def begin(self) -> None:
+        self.forwarder.resume(self._send, self.num_restarts)
+
+    def restart(self) -> None:
+        """Another process takes over."""
+        self.forwarder.cut()
+        self.num_restarts += 1
+        self.receiver, self.observation = Receiver(), observation()
+        self.receiver.open(self.observation)
+        self.begin()
+
+    def _send(self, message: Message) -> None:
+        self.sent.append(message)
+        self.receiver.take(msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Message))
+
+    def page(self) -> Page:
+        self.forwarder.catch_up()
+        self.observation.hub.catch_up()
+        return Page(self.observation.metrics)
+
+
+def observation() -> Observation:
+    return Observation(CONFIG, "1", lambda: 0, tuple, lambda: 0)
+
+
+class Both(Observer):
+    """Tells two observers the same."""
+
+    def __init__(self, *observers: Observer) -> None:
+        for name in ("on_lifecycle", "on_start", "on_refusal", "on_step", "on_write", "on_finish", "on_rest"):
+            setattr(self, name, self._all(name, observers))
+
+    def _all(self, name: str, observers: tuple[Observer, ...]) -> Callable[..., None]:
+        def tell(*arguments: object) -> None:
+            for observer in observers:
+                getattr(observer, name)(*arguments)
+
+        return tell
+
+
+class Serving(Traffic):
+    """Traffic whose writes are facts too."""
+
+    def write(self) -> None:
+        for timeline in self.running:
+            if timeline.token_ns and (not timeline.write_ns or timeline.write_ns[-1] < timeline.token_ns[-1]):
+                timeline.is_streamed = True
+                token_ns = timeline.token_ns[-1]
+                arrival = Arrival(token_ns, token_ns + 10, token_ns + 20, gc_ns=3, was_held=True)
+                delivery = Delivery(arrival, self._tick(), self._tick(), self._tick(), False, len(timeline.write_ns))
+                timeline.write_ns.append(delivery.written_ns)
+                self.observer.on_write(timeline, delivery)
+
+
+def run_some(traffic: Traffic, seed: int, num_acts: int = 120) -> None:
+    """Anything that may happen to a server, in some order."""
+    chance = random.Random(seed)
+    acts: list[Callable[[], None]] = [
+        lambda: traffic.arrive(chance.randrange(1, 50)),
+        lambda: traffic.step(chance.randrange(1, 9) * MS, chance.randrange(3)),
+        lambda: traffic.step(chance.randrange(1, 9) * MS, chance.randrange(3)),
+        traffic.write,
+        traffic.write,
+        traffic.reject,
+        lambda: traffic.end(chance.randrange(9), chance.choice(list(FinishReason))),
+    ]
+    for _ in range(num_acts):
+        chance.choice(acts)()
+
+
+def told(page: Page) -> dict[object, float]:
+    return {key: value for key, value in page.samples.items() if not key[0].startswith(OF_THE_PROCESS)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_the_other_side_has_the_same_page_and_the_same_recording(seed: int) -> None:
+    ends, here = Ends(), observation()
+    both = Both(here.hub, ends.forwarder.hub)
+    both.on_lifecycle(LifecycleState.STARTING)
+    ends.begin()
+    both.on_lifecycle(LifecycleState.READY)
+    ends.forwarder.set_engine_info(ENGINE)
+    here.set_engine_info(ENGINE)
+    traffic = Serving(both)
+    run_some(traffic, seed)
+    both.on_rest([Violation(Invariant.SLOTS, "x")])
+    page = ends.page()
+    here.hub.catch_up()
+    assert told(page) == pytest.approx(told(Page(here.metrics)))
+    ends.receiver.set_present(ends.forwarder.present(QueueReport()))
+    ours, theirs = (flight.capture().recording() for flight in (here.flight, ends.observation.flight))
+    assert theirs.requests == ours.requests
+    assert (theirs.steps == ours.steps).all()
+    assert (theirs.writes == ours.writes).all()
+    assert len(theirs.writes) > 0
+
+
+@pytest.mark.parametrize("is_new_process", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+async def test_after_a_loss_all_totals_are_exact_and_the_laws_hold(seed: int, is_new_process: bool) -> None:
+    ends, here = Ends(), observation()
+    both = Both(here.hub, ends.forwarder.hub)
+    ends.begin()
+    both.on_lifecycle(LifecycleState.READY)
+    traffic = Serving(both)
+    run_some(traffic, seed)
+    ends.page()
+    ends.forwarder.cut()
+    run_some(traffic, seed + 100)
+    both.on_rest([Violation(Invariant.SLOTS, "x")])
+    ends.restart() if is_new_process else ends.begin()
+    run_some(traffic, seed + 200)
+    page = ends.page()
+    here.hub.catch_up()
+    true = Page(here.metrics)
+    for key in true.samples:
+        if key[0] in COUNTED:
+            assert page.samples[key] == true.samples[key], key
+    assert page.value("roseinfer_http_inflight_streams") == len(traffic.running + traffic.waiting)
+    assert page.value("roseinfer_telemetry_dropped_total", signal="fact") == ends.forwarder.num_dropped > 100
+    assert page.value("roseinfer_telemetry_restarts_total") == is_new_process
+    engine_s = sum(
+        page.value("roseinfer_gap_seconds_total", cause=cause) for cause in Cause if cause is not Cause.EVENT_LOOP
+    )
+    assert engine_s >= page.total("roseinfer_inter_token_latency_seconds_sum") - 1e-9
+    ends.receiver.set_present(ends.forwarder.present(QueueReport()))
+    for timeline, copy in zip(traffic_in_flight(traffic), ends.observation.flight.in_flight, strict=True):
+        assert (copy.request_id, copy.token_ns, copy.write_ns) == (
+            timeline.request_id,
+            timeline.token_ns,
+            timeline.write_ns,
+        )
+    traffic.drain()
+    assert ends.page().value("roseinfer_http_inflight_streams") == 0
+    assert ends.observation.flight.in_flight == []
+
+
+def traffic_in_flight(traffic: Traffic) -> list[RequestTimeline]:
+    return sorted(traffic.running + traffic.waiting, key=lambda timeline: timeline.serial)
+
+
+async def test_causes_of_a_request_add_up_after_a_loss() -> None:
+    ends = Ends()
+    ends.begin()
+    traffic = Serving(ends.forwarder.hub)
+    traffic.arrive(3)
+    for duration_ms in (5, 5, 5):
+        traffic.step(duration_ms * MS, 1)
+    ends.forwarder.cut()
+    traffic.step(70 * MS, 0)
+    ends.forwarder.hub.catch_up()
+    ends.begin()
+    for duration_ms in (5, 5):
+        traffic.step(duration_ms * MS, 0)
+    ends.forwarder.catch_up()
+    (request,) = traffic.running
+    (causes,) = ends.observation.causes(ends.observation.flight.in_flight)
+    assert sum(causes.values()) == request.token_ns[-1] - request.token_ns[0]
+    assert causes[Cause.UNKNOWN] >= 70 * MS
+
+
+async def test_facts_go_in_batches_and_a_request_id_may_come_again_at_once() -> None:
+    ends = Ends()
+    ends.begin()
+    for serial in range(2):
+        timeline = RequestTimeline(request_id="again", recv_ns=1, serial=serial)
+        ends.forwarder.hub.on_start(timeline)
+        timeline.token_ns.append(5 + serial)
+        ends.forwarder.hub.on_step(make_step(num_generated_tokens=1), Advanced.newest([timeline]))
+        timeline.end_ns, timeline.finish_reason = 9, FinishReason.STOP
+        ends.forwarder.hub.on_finish(timeline)
+    assert ends.page().total("roseinfer_requests_total") == 2
+    assert sum(isinstance(message, Batch) for message in ends.sent) <= 3
+
+
+async def test_before_the_first_process_nothing_counts_as_lost() -> None:
+    ends = Ends()
+    ends.forwarder.hub.on_lifecycle(LifecycleState.STARTING)
+    Serving(ends.forwarder.hub).reject()
+    ends.begin()
+    (first,) = ends.sent
+    assert isinstance(first, Resumed)
+    assert first.num_dropped == 0
+    assert ends.page().total("roseinfer_requests_total") == 1
+
+
+async def test_interruptions_of_the_front_end_are_known_on_the_other_side() -> None:
+    ends = Ends()
+    ends.begin()
+    ends.forwarder.note_interruption(Cause.GC, 5, 25)
+    ends.forwarder.note_interruption(Cause.CPU_WAIT, 30, 35)
+    ends.forwarder.catch_up()
+    assert ends.receiver.take_gc_pauses_ns() == [20]
+    assert ends.receiver.take_gc_pauses_ns() == []
+    rows = ends.observation.flight.capture().rows.interruptions
+    assert [(int(row["start_ns"]), int(row["end_ns"])) for row in rows] == [(5, 25), (30, 35)]
+
+
+async def test_a_trace_has_the_caller_s_id_in_both_processes() -> None:
+    forwarder, sent = Forwarder(is_traced=True), list[Message]()
+    forwarder.resume(sent.append, 0)
+    caller = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    named, unnamed = (
+        RequestTimeline(request_id="a", recv_ns=1, traceparent=caller),
+        RequestTimeline(request_id="b", recv_ns=1, serial=1, traceparent="00-nonsense"),
+    )
+    for timeline in (named, unnamed):
+        forwarder.hub.on_start(timeline)
+    assert named.trace_id == caller[3:35]
+    assert len(bytes.fromhex(unnamed.trace_id)) == 16
+
+
+async def test_who_cannot_observe_says_why() -> None:
+    receiver = Receiver()
+    receiver.refuse(ConfigError("No such rule.", param="observe.capture_rules"))
+    receiver.take(Resumed(LifecycleState.STARTING, None, Forwarder().totals.running(), [], 0, 0))
+    with pytest.raises(ConfigError, match="No such rule"):
+        await receiver.replies()["ready"](b"")
