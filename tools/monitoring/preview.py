@@ -70,6 +70,15 @@ class Drawn(NamedTuple):
         defaults: dict[str, Any] = self.panel["fieldConfig"]["defaults"]
         return defaults
 
+    def look(self, name: str) -> dict[str, Any]:
+        """The colour and the stroke that the panel gives to the series of that name, if it does."""
+        for override in self.panel["fieldConfig"].get("overrides", ()):
+            if override["matcher"]["options"] == name:
+                own = {each["id"]: each["value"] for each in override["properties"]}
+                code = own["color"]["fixedColor"]
+                return {"color": NAMED.get(code, code)} | ({"linestyle": "--"} if "custom.lineStyle" in own else {})
+        return {}
+
     def with_unit(self, value: float) -> str:
         """Grafana's words for a value of this panel: `12.5 ms` for 0.0125 of the unit `s`."""
         unit = self.defaults.get("unit", "short")
@@ -152,7 +161,8 @@ def _lines(axes: Axes, drawn: Drawn) -> None:
     if custom.get("stacking", {}).get("mode") == "normal":
         _stacked(axes, drawn, are_bars=custom.get("drawStyle") == "bars")
     else:
-        axes.plot(drawn.at, drawn.values.T, label=drawn.names)
+        for name, values in zip(drawn.names, drawn.values, strict=True):
+            axes.plot(drawn.at, values, label=name, **drawn.look(name))
         top = np.nanmax([0.0, *drawn.values.flat, *(value for _, value in drawn.exemplars)])
         axes.set_ylim(np.nanmin([0.0, *drawn.values.flat]), top * 1.1 or 1.0)
     for at, value in drawn.exemplars:
@@ -179,10 +189,14 @@ def _stacked(axes: Axes, drawn: Drawn, *, are_bars: bool) -> None:
     elif are_bars:
         bottom = np.zeros(len(drawn.at))
         for row in tall:
-            axes.bar(drawn.at, heights[row], width=drawn.at[1], bottom=bottom, label=drawn.names[row])
+            name = drawn.names[row]
+            axes.bar(drawn.at, heights[row], width=drawn.at[1], bottom=bottom, label=name, **drawn.look(name))
             bottom += heights[row]
     else:
-        axes.stackplot(drawn.at, heights[tall], labels=[drawn.names[row] for row in tall], alpha=0.8)
+        names = [drawn.names[row] for row in tall]
+        looks = [drawn.look(name) for name in names]
+        colours = [look["color"] for look in looks] if all(looks) else None
+        axes.stackplot(drawn.at, heights[tall], labels=names, colors=colours, alpha=0.8)
 
 
 def _number(axes: Axes, drawn: Drawn) -> None:
