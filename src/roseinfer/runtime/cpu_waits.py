@@ -61,21 +61,26 @@ class CpuWaits:
         self._delays = [_delay_ns(file) for file in self._files]
         self._throttled_ns = self._read_throttled()
 
-    def look(self, now_ns: int) -> Waited:
-        """What was waited since the look before; nothing, until the next look, if that was just now."""
+    def look(self, now_ns: int, missing_ns: int = 0) -> Waited:
+        """What was waited since the look before; nothing, until the next look, if that was just now.
+
+        A quota may also have stopped a thread that holds a lock which the calling one waits for. So the quota's part is
+        as much as it took of `missing_ns`, in which the calling thread did not compute for whatever reason.
+        """
         if now_ns - self._looked_ns < _EVERY_NS or not self._files:
             return NOTHING
         self._looked_ns = now_ns
         before, self._delays = self._delays, [_delay_ns(file) for file in self._files]
         delay_ns = max(now - then for now, then in zip(self._delays, before, strict=True))
-        if delay_ns < self._noted_ns and now_ns - self._read_quota_ns < _QUOTA_EVERY_NS:
+        missing_ns = max(delay_ns, missing_ns)
+        if missing_ns < self._noted_ns and now_ns - self._read_quota_ns < _QUOTA_EVERY_NS:
             return NOTHING
         self._read_quota_ns = now_ns
         throttled_before, self._throttled_ns = self._throttled_ns, self._read_throttled()
-        if delay_ns < self._noted_ns:
+        if missing_ns < self._noted_ns:
             return NOTHING
-        throttled = min(delay_ns, self._throttled_ns - throttled_before)
-        return Waited(throttled, delay_ns - throttled)
+        throttled = min(missing_ns, self._throttled_ns - throttled_before)
+        return Waited(throttled, max(0, delay_ns - throttled))
 
     def _read_throttled(self) -> int:
         return sum(throttled_ns(_read(file)) for file in self._stats)
@@ -130,9 +135,9 @@ class LoopWaits:
         if self._waits is None:
             return
         computed_ns = self._cpu_clock()
-        throttled_ns, waited_ns = self._waits.look(now_ns)
-        busy_ns = now_ns - self._looked_ns - self._rested_ns
-        stopped_ns = busy_ns - (computed_ns - self._computed_ns) - throttled_ns - waited_ns
+        missing_ns = now_ns - self._looked_ns - self._rested_ns - (computed_ns - self._computed_ns)
+        throttled_ns, waited_ns = self._waits.look(now_ns, missing_ns)
+        stopped_ns = missing_ns - throttled_ns - waited_ns
         self._looked_ns, self._computed_ns, self._rested_ns = now_ns, computed_ns, 0
         stopped_ns = stopped_ns if stopped_ns >= _LOOP_NOTED_NS else 0
         if stopped_ns or throttled_ns or waited_ns:

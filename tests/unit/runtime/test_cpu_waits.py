@@ -139,6 +139,13 @@ def test_a_stop_of_the_loop_ends_when_it_is_seen_and_has_its_reasons_apart(loop:
     assert len(loop.heard) == 1, "it computed"
 
 
+def test_a_lock_whose_holder_a_quota_stopped_is_the_quotas(loop: Loop) -> None:
+    """The loop's thread waits for the interpreter, which another thread of its process has."""
+    loop.pass_by(60, computing=1, throttled=58)
+    loop.waits.glance(150 * MS)
+    assert loop.heard == [Stop(91 * MS, 92 * MS, 150 * MS, 150 * MS)]
+
+
 def test_waiting_for_sockets_is_no_stop_and_waking_late_is_one(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     waking = {"waited": 0.0}
 

@@ -33,12 +33,13 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     num_finished: int
     num_restarts: int
     stands_since_ns: int
+    start_unix_s: float
     num_refusals: dict[str, int]
     num_drafts: dict[str, int]
     num_violations: dict[Invariant, int]
 
 
-_PLAIN = ("num_received", "num_finished", "num_restarts", "stands_since_ns")
+_PLAIN = ("num_received", "num_finished", "num_restarts", "stands_since_ns", "start_unix_s")
 
 
 class Totals(Observer):

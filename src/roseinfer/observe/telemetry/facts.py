@@ -42,7 +42,7 @@ def decode_stamps(content: bytes) -> list[int]:
 
 # --- writes -----------------------------------------------------------------------------------------------------------
 
-WRITE_COLUMNS = 10
+WRITE_COLUMNS = 12
 
 
 def write_values(timeline: RequestTimeline, delivery: Delivery) -> tuple[int, ...]:
@@ -59,6 +59,8 @@ def write_values(timeline: RequestTimeline, delivery: Delivery) -> tuple[int, ..
         arrival.read_ns,
         arrival.gc_ns,
         arrival.was_held,
+        arrival.throttled_ns,
+        arrival.wait_ns,
     )
 
 
@@ -69,9 +71,10 @@ class Deliveries:
         self._last = Arrival(0, 0, 0)
 
     def delivery(self, row: tuple[int, ...], index: int) -> Delivery:
-        _, resumed_ns, encoded_ns, written_ns, was_paused, tokens_ns, sent_ns, read_ns, gc_ns, was_held = row
+        _, resumed_ns, encoded_ns, written_ns, was_paused, tokens_ns, *on_its_way = row
         if tokens_ns != self._last.tokens_ns:
-            self._last = Arrival(tokens_ns, sent_ns, read_ns, gc_ns, bool(was_held))
+            sent_ns, read_ns, gc_ns, was_held, throttled_ns, wait_ns = on_its_way
+            self._last = Arrival(tokens_ns, sent_ns, read_ns, gc_ns, bool(was_held), throttled_ns, wait_ns)
         return Delivery(self._last, resumed_ns, encoded_ns, written_ns, bool(was_paused), index)
 
 

@@ -97,7 +97,7 @@ class Serving(Traffic):
             if timeline.token_ns and (not timeline.write_ns or timeline.write_ns[-1] < timeline.token_ns[-1]):
                 timeline.is_streamed = True
                 token_ns = timeline.token_ns[-1]
-                arrival = Arrival(token_ns, token_ns + 10, token_ns + 20, gc_ns=3, was_held=True)
+                arrival = Arrival(token_ns, token_ns + 10, token_ns + 20, 3, True, 2, 1)
                 delivery = Delivery(arrival, self._tick(), self._tick(), self._tick(), False, len(timeline.write_ns))
                 timeline.write_ns.append(delivery.written_ns)
                 self.observer.on_write(timeline, delivery)
@@ -170,6 +170,7 @@ async def test_after_a_loss_all_totals_are_exact_and_the_laws_hold(seed: int, is
     assert page.value("roseinfer_http_inflight_streams") == len(traffic.running + traffic.waiting)
     assert page.value("roseinfer_telemetry_dropped_total", signal="fact") == ends.forwarder.num_dropped > 100
     assert page.value("roseinfer_telemetry_restarts_total") == is_new_process
+    assert page.value("roseinfer_start_time_seconds") == ends.forwarder.totals.state.start_unix_s, "of the server"
     engine_s = sum(
         page.value("roseinfer_gap_seconds_total", cause=cause) for cause in Cause if cause is not Cause.EVENT_LOOP
     )
