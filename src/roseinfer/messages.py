@@ -261,6 +261,7 @@ class StartupProgress(msgspec.Struct, frozen=True, tag=True, gc=False):
     state: LifecycleState
     stage: str
     detail: str = ""
+    checkpoint_dir: str = ""  # where the checkpoint lies; empty in the stages before that is known, and in later ones
 
 
 class EmbeddingInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

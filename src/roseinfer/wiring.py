@@ -49,10 +49,10 @@ class _StartupClock:
         self._stage = ""
         self.elapsed_s: dict[str, float] = {}
 
-    def enter(self, state: LifecycleState, stage: str, detail: str) -> None:
+    def enter(self, state: LifecycleState, stage: str, detail: str, checkpoint_dir: str = "") -> None:
         self.stop()
         self._stage = stage
-        self._on_progress(StartupProgress(state, stage, detail))
+        self._on_progress(StartupProgress(state, stage, detail, checkpoint_dir))
 
     def stop(self) -> None:
         now_ns = time.monotonic_ns()

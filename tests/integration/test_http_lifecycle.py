@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from roseinfer.errors import ConfigError, EngineDead, EngineFailed
 from roseinfer.messages import StartupProgress
 from roseinfer.records import FinishReason, LifecycleState
 from roseinfer.server import lifecycle
+from roseinfer.text.text_model import TextModel
 from tests.unit.server.harness import (
     INSTRUMENTS,
     Listener,
@@ -112,6 +114,35 @@ async def test_the_ports_answer_before_the_engine_does(tmp_path: Path) -> None:
         assert await server.status("/v1/completions", json={"prompt": "a"}) == 200
         assert server.ready_urls == [f"http://127.0.0.1:{server.port}"]
         assert server.listener.states == [LifecycleState.STARTING, LifecycleState.LOADING, LifecycleState.READY]
+
+
+async def test_text_is_loaded_while_the_engine_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_loaded, load = threading.Event(), TextModel.load
+
+    def load_once(*arguments: Any, **options: Any) -> TextModel:
+        assert not is_loaded.is_set()
+        is_loaded.set()
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(TextModel, "load", load_once)
+    async with running(tmp_path, is_warm=False) as server:
+        directory = server.engine.engine_info.checkpoint_dir
+        stages = (("checkpoint", ""), ("weights", directory), ("kv_cache", ""), ("again", directory))
+        server.engine.progress += [StartupProgress(LifecycleState.LOADING, stage, "", where) for stage, where in stages]
+        await asyncio.to_thread(is_loaded.wait, PATIENCE_S)
+        assert await server.status("/readyz") == 503
+        server.engine.started.set()
+        await server.until("/readyz", 200)
+
+
+async def test_a_tokenizer_that_cannot_be_read_matters_once_there_is_an_engine(tmp_path: Path) -> None:
+    async with running(tmp_path, is_warm=False) as server:
+        directory = server.engine.engine_info.checkpoint_dir
+        (Path(directory) / "tokenizer.json").write_text("{")
+        server.engine.progress.append(StartupProgress(LifecycleState.LOADING, "weights", "", directory))
+        server.engine.started.set()
+        with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+            await server.task
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import sentencepiece
 from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer, CharBPETokenizer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GPT2Tokenizer
 
 from roseinfer.errors import ConfigError
 from roseinfer.text import tokenizer_files
@@ -135,6 +135,25 @@ def test_it_is_what_transformers_makes_of_the_files(make: Callable[[Path], None]
             assert "".join(told.split()) == "".join(theirs_told.split())
     if has_all_bytes:
         assert Vocabulary.load(home, SIZE, [2]).vocab_size == SIZE
+
+
+@pytest.mark.usefixtures("converted_here")
+@pytest.mark.parametrize("model_type", ["phi3", "mistral"])
+def test_the_class_that_a_checkpoint_names_reads_what_its_type_does_not(model_type: str, home: Path) -> None:
+    byte_level(home)
+    write(home, model_type, tokenizer_class="GPT2TokenizerFast")
+    ours, theirs = Tokenizer.load(home), GPT2Tokenizer.from_pretrained(home)
+    for text in TEXTS:
+        assert ours.encode_here(text, add_special_tokens=True) == theirs(text).input_ids
+
+
+@pytest.mark.usefixtures("converted_here")
+@pytest.mark.parametrize("name", ["AutoModel", "NoSuchTokenizer", None])
+def test_a_class_that_is_no_tokenizer_is_named(name: str | None, home: Path) -> None:
+    byte_level(home)
+    write(home, "phi3", tokenizer_class=name)
+    with pytest.raises(ValueError, match=f"no tokenizer by the `tokenizer_class` {name}"):
+        Tokenizer.load(home)
 
 
 def test_a_process_of_its_own_makes_it(home: Path) -> None:

@@ -38,7 +38,9 @@ from roseinfer.runtime.cgroup import cpu_groups, cpu_quota
 
 _log = logging.getLogger(__name__)
 
-OnProgress = Callable[[LifecycleState, str, str], None]  # state, stage, and a phrase for people
+OnProgress = Callable[
+    ..., None
+]  # of state, stage, a phrase for people, and, once that is known, the checkpoint's place
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
     directory = resolve_checkpoint(config.model.path, config.model.revision)
     cache = open_packed_cache(config.model.packed_cache, directory, placement)
     origin = "" if cache is None or cache.is_new else ", as they were packed before"
-    on_progress(LifecycleState.LOADING, "weights", f"to {device_name} as {type_name}{origin}")
+    on_progress(LifecycleState.LOADING, "weights", f"to {device_name} as {type_name}{origin}", str(directory))
     placement = dataclasses.replace(placement, memory=WeightMemory(cache))
     with Checkpoint(directory) as checkpoint:
         if device_name == "cpu":

@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -24,6 +25,7 @@ from roseinfer.engine.link.engine_client import EngineClient
 from roseinfer.errors import ConfigError, EngineError, EngineFailed, NotReady
 from roseinfer.messages import StartupProgress
 from roseinfer.records import LifecycleState, Observer
+from roseinfer.runtime import memory
 from roseinfer.runtime.file_watch import WATCH_INTERVAL_S
 from roseinfer.server.app import Instruments, Telemetry, build_app, build_ops_app, build_runner
 from roseinfer.server.connection.api_keys import ApiKeys
@@ -184,13 +186,33 @@ async def _live(
 
 
 async def _start(service: Service, load_text: Callable[[Path], TextModel], telemetry: Telemetry | None) -> None:
+    """Start the engine, and load the text side beside it, from when it is known where the checkpoint lies.
+
+    Reading a tokenizer takes three times its memory for a moment, which is over before the engine has its most.
+    """
+    loader = ThreadPoolExecutor(1, "text-model")
+    text: Future[TextModel] | None = None
+
     def on_progress(progress: StartupProgress) -> None:
-        if progress.state is not LifecycleState.READY:  # the text side is loaded after the engine
+        nonlocal text
+        if progress.checkpoint_dir and text is None:
+            text = loader.submit(_load_text, load_text, Path(progress.checkpoint_dir))
+        if progress.state is not LifecycleState.READY:  # which the text side may not be
             service.enter(progress.state)
 
-    observed = telemetry.ready() if telemetry is not None else asyncio.sleep(0)
-    info, _ = await asyncio.gather(service.client.start(on_progress), observed)
-    service.open(await asyncio.to_thread(load_text, Path(info.checkpoint_dir)))
+    try:
+        observed = telemetry.ready() if telemetry is not None else asyncio.sleep(0)
+        info, _ = await asyncio.gather(service.client.start(on_progress), observed)
+        text = text or loader.submit(_load_text, load_text, Path(info.checkpoint_dir))
+        service.open(await asyncio.wrap_future(text))
+    finally:
+        loader.shutdown(wait=False)
+
+
+def _load_text(load_text: Callable[[Path], TextModel], checkpoint_dir: Path) -> TextModel:
+    text = load_text(checkpoint_dir)
+    memory.give_back()
+    return text
 
 
 async def _drain(service: Service, signals: _Signals, death: asyncio.Task[EngineError]) -> None:

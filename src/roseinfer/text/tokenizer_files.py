@@ -6,6 +6,7 @@ user's cache, named by a digest of the files and one of the result: a damaged on
 """
 
 import hashlib
+import json
 import logging
 import os
 import subprocess
@@ -13,7 +14,7 @@ import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from roseinfer.errors import ConfigError
 
@@ -95,9 +96,31 @@ def _main(directory: str, target: str) -> int:
     from transformers.utils import logging as their_logging
 
     their_logging.set_verbosity_error()
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except ValueError as error:
+        tokenizer = _of_named_class(Path(directory), error)
     Path(target).write_text(tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
     return 0
+
+
+def _of_named_class(directory: Path, error: ValueError) -> Any:
+    """The tokenizer of the class that the checkpoint names, which transformers passes over for some types of models.
+
+    phi3 and mistral are such types. Raises ValueError without a class that transformers knows.
+    """
+    import transformers
+
+    file = directory / "tokenizer_config.json"
+    name = str(json.loads(file.read_text(encoding="utf-8")).get("tokenizer_class")) if file.is_file() else None
+    known = (name or "").removesuffix("Fast")
+    named = getattr(transformers, known) if hasattr(transformers, known) else None
+    is_tokenizer = isinstance(named, type) and issubclass(named, transformers.PreTrainedTokenizerBase)
+    if named is None or not is_tokenizer:
+        raise ValueError(
+            f"transformers does not know how to read these files, and no tokenizer by the `tokenizer_class` {name}"
+        ) from error
+    return named.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
 if __name__ == "__main__":
