@@ -6,9 +6,9 @@ The parts come first: both sides of a comparison take turns in this process, and
 engine does for its records has no switch, so it is measured against the same lines with nothing behind them. Ranges are
 measured when a tool is attached, for instance with `NVTX_INJECTION64_PATH`.
 
-Then one server, its engine in a process of its own, is observed by everything (metrics, causes, flight recorder, logs)
-and by nothing, in rounds that alternate, so both meet the same machine; the load is a third process. A scrape is
-measured by an event loop that does nothing but look at the clock.
+Then one server, its engine and its telemetry in processes of their own, is observed by everything there, by everything
+in the front end as without a telemetry process, and by nothing, in rounds that alternate, so all meet the same machine;
+the load is a process too. At last a scraper asks for both pages of metrics every 50 ms, in every other round.
 """
 
 import argparse
@@ -18,8 +18,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,22 +45,27 @@ from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.hub import MAX_DELAY_S, Hub
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.recorder.flight import Flight
+from roseinfer.observe.telemetry.forwarder import Forwarder
+from roseinfer.observe.telemetry.process import TelemetryProcess
 from roseinfer.observe.tracing import semconv
 from roseinfer.observe.tracing.head_sampling import HeadSampler, make_propagator, make_sampler
 from roseinfer.observe.tracing.nvtx import make_marker
 from roseinfer.observe.tracing.spans import PlannedIds, Spans
 from roseinfer.observe.tracing.tracing import Tracing
-from roseinfer.records import NO_TIMES, Advanced, BlockedBy, FinishReason, Observer, RequestTimeline, StepRecord
+from roseinfer.records import NO_TIMES, Advanced, BlockedBy, FinishReason, RequestTimeline, StepRecord
 from roseinfer.runtime.cpu_waits import LoopWaits
 from roseinfer.runtime.gc_pauses import GcPauses
 from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
 from roseinfer.server.app import Instruments, build_app, build_runner
+from roseinfer.server.connection.listener import bind
+from roseinfer.server.ops.front_end import replies
 from roseinfer.server.service import Service
 from roseinfer.text.text_model import TextModel
 
 PARTS = ("schedule", "launch", "stage", "forward", "sample", "wait", "commit")  # of a step on a CPU
 MS = 1_000_000
 NAME = "observed"  # of the model
+SCRAPE_INTERVAL_S = 0.05  # as pickers of gateways ask
 
 
 # --- the parts, each alone ------------------------------------------------------------------------------------------
@@ -216,7 +222,7 @@ def step_costs(repeat: int, num_rows: int, record: StepRecord) -> list[float]:
 
 
 class Observed:
-    """A server whose observers can be exchanged between two rounds."""
+    """A server whose observers can be exchanged between two rounds, and its telemetry process."""
 
     def __init__(self, model: str, num_streams: int) -> None:
         self.config = Config(
@@ -224,113 +230,135 @@ class Observed:
             server=ServerConfig(stream_interval=1, served_model_name=NAME),
             scheduler=SchedulerConfig(max_num_seqs=num_streams),
         )
-        self.registry = CollectorRegistry()
-        self.attribution = Attribution()
-        self.metrics = Metrics(NAME, "0", self.registry)
+        attribution, metrics = Attribution(), Metrics(NAME, "0", CollectorRegistry())
         flight, pauses = Flight(self.config, "0"), GcPauses()
-        flight.listen(pauses, LoopWaits(), self.metrics, self.attribution.interruptions)
-        observers = {"recorder": flight, "causes": self.attribution, "metrics": self.metrics, "logs": logs.Logs(10.0)}
-        self.everything = Hub(observers.values(), MAX_DELAY_S)
+        flight.listen(pauses, LoopWaits(), metrics, attribution.interruptions)
+        observers = {"recorder": flight, "causes": attribution, "metrics": metrics, "logs": logs.Logs(10.0)}
+        forwarder = Forwarder()
+        self.sides = {"off": Hub([]), "on": forwarder.hub, "here": Hub(observers.values(), MAX_DELAY_S)}
         self.single = {name: Hub([observer], MAX_DELAY_S) for name, observer in observers.items()}
-        self.metrics.watch(self.attribution, lambda: self.everything.spent_ns)
-        self.client = AsyncEngine(ProcessTransport(self.config), self.everything, 30.0)
-        self.service = Service(self.config, self.client, self.everything, None, self.ledgers)
+        self.client = AsyncEngine(ProcessTransport(self.config), forwarder.hub, 30.0)
+        self.telemetry = TelemetryProcess(self.config, forwarder, self.client.queue_estimate.report)
+        self.service = Service(self.config, self.client, forwarder.hub, None, self.telemetry.ledgers)
 
-    async def ledgers(self, timelines: Sequence[RequestTimeline], until_ns: int) -> list[dict[str, object]]:
-        return [self.attribution.ledger(timeline, until_ns) for timeline in timelines]
+    def observe(self, hub: Hub) -> None:
+        self.client.observer = self.service.observer = hub
 
-    def observe(self, observer: Observer) -> None:
-        self.client.observer = self.service.observer = observer
-
-    async def start(self) -> web.AppRunner:
+    async def start(self) -> tuple[web.AppRunner, int]:
+        """Returns the API port, and the number of the operations port."""
         await self.client.start(lambda _: None)
         self.service.open(TextModel.load(Path(self.client.info.checkpoint_dir), None, "auto"))
+        sockets = await bind("127.0.0.1", 0)
+        ops_port = sockets[0].getsockname()[1]
+        await self.telemetry.start(replies(self.service), sockets)
+        await self.telemetry.ready()
         gc.collect()
         gc.freeze()
         be_nicer(FRONT_END_NICENESS)  # as the program does, once its engine is there; the load inherits it
 
         async def handle_metrics(_: web.Request) -> web.Response:
-            page, _content_type = await asyncio.to_thread(self.metrics.render, "")
-            return web.Response(body=page)
+            page = await self.telemetry.page("metrics", "")
+            return web.Response(body=page.content)
 
-        instruments = Instruments(metrics=handle_metrics, ledgers=self.ledgers)
-        runner = build_runner(build_app(self.service, instruments), 0.5)
+        runner = build_runner(build_app(self.service, Instruments(handle_metrics, self.telemetry.ledgers)), 0.5)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return runner
+        return runner, ops_port
 
 
 async def compare(arguments: argparse.Namespace) -> None:
     server = Observed(arguments.model, arguments.streams)
-    runner = await server.start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    nothing = Hub([])
-    figures: dict[str, list[dict[str, float]]] = {"off": [], "on": []}
+    runner, ops_port = await server.start()
+    port = runner.addresses[0][1]
+    url = f"http://127.0.0.1:{port}"
     client = Worker("load", [sys.executable, "-m", "benchmarks.http_client", url, NAME], Path("build/bench/load.log"))
-    requests = [PlannedRequest(0.0, f"{i} is", [], arguments.max_tokens) for i in range(arguments.streams)]
 
-    async def run_load() -> dict[str, float]:
-        return summarise(await asyncio.to_thread(client.drive, requests))
+    async def run_load(max_tokens: int = arguments.max_tokens) -> dict[str, float]:
+        requests = [PlannedRequest(0.0, f"{i} is", [], max_tokens) for i in range(arguments.streams)]
+        cpu_s = time.process_time()
+        figures = summarise(await asyncio.to_thread(client.drive, requests))
+        cpu_us = (time.process_time() - cpu_s) * 1e6 / (arguments.streams * max_tokens)
+        return figures | {"cpu_us_per_token": cpu_us}
 
     try:
-        server.observe(nothing)
+        server.observe(server.sides["off"])
         await run_load()
-        for turn in range(2 * arguments.rounds):
-            is_on = turn % 4 in {1, 2}  # off on on off …: a drift of the machine favours neither
-            server.observe(server.everything if is_on else nothing)
-            cpu_s = time.process_time()
-            figures_of_load = await run_load()
-            cpu_us = (time.process_time() - cpu_s) * 1e6 / (arguments.streams * arguments.max_tokens)
-            figures["on" if is_on else "off"].append(figures_of_load | {"cpu_us_per_token": cpu_us})
-        report(figures)
-        per_token_us = server.everything.spent_ns / 1e3 / (arguments.rounds * arguments.streams * arguments.max_tokens)
-        print(f"all observers: {per_token_us:.1f} µs a token, {per_token_us * arguments.streams:.0f} a step")
+        await compare_sides(server, run_load, arguments.rounds)
         for name, hub in server.single.items():
             server.observe(hub)
             await run_load()
             spent_us = hub.spent_ns / 1e3 / (arguments.streams * arguments.max_tokens)
-            print(f"{name} alone: {spent_us:.1f} µs a token")
-        server.observe(server.everything)
-        await measure_scrapes(server.metrics)
+            print(f"{name} alone, in the front end: {spent_us:.1f} µs a token")
+        server.observe(server.sides["on"])
+        await measure_scrapes("the API port", port)
+        await measure_scrapes("the operations port", ops_port)
+        await compare_scraped(ops_port, partial(run_load, 2 * arguments.max_tokens), arguments.rounds)
     finally:
         await asyncio.to_thread(client.close)
         await runner.cleanup()
         server.service.close()
         await server.client.close()
+        await server.telemetry.close()
 
 
-def report(figures: dict[str, list[dict[str, float]]]) -> None:
-    for name in ("tpot_p50_ms", "tokens_per_s", "cpu_us_per_token"):
-        off, on = ([run[name] for run in figures[side]] for side in ("off", "on"))
-        ratios = sorted(a / b for a, b in zip(on, off, strict=True))
-        spread = f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
-        medians = f"off {statistics.median(off):.2f}, on {statistics.median(on):.2f}"
-        print(f"{name}: {medians}; on/off of neighbouring rounds {statistics.median(ratios):.4f} ({spread})")
+Load = Callable[[], Awaitable[dict[str, float]]]
 
 
-async def measure_scrapes(metrics: Metrics, num_scrapes: int = 40) -> None:
-    """Print the longest time between two turns of an event loop, during scrapes and in as long a time without one."""
-    page, _ = metrics.render("")
-    num_samples = sum(not line.startswith(b"#") for line in page.splitlines())
-    quiet, busy, durations = [], [], []
-    for _ in range(num_scrapes):
-        began = time.perf_counter()
-        scrape = asyncio.create_task(asyncio.to_thread(metrics.render, ""))
-        busy.append(await longest_turn(scrape))
-        durations.append(time.perf_counter() - began)
-        quiet.append(await longest_turn(asyncio.create_task(asyncio.sleep(durations[-1]))))
-    told = [f"median {statistics.median(v) * 1e3:.2f}, worst {max(v) * 1e3:.2f} ms" for v in (busy, quiet)]
-    print(f"/metrics: {num_samples} samples in {statistics.median(durations) * 1e3:.1f} ms")
-    print(f"longest turn of the event loop meanwhile: {told[0]}; without a scrape: {told[1]}")
+async def compare_sides(server: Observed, run_load: Load, num_rounds: int) -> None:
+    """Print what observing costs: in the telemetry process (on), and in the front end (here)."""
+    figures: dict[str, list[dict[str, float]]] = {name: [] for name in server.sides}
+    for turn in range(num_rounds):
+        for name in list(server.sides)[:: 1 if turn % 2 else -1]:  # there and back: a drift favours nobody
+            server.observe(server.sides[name])
+            figures[name].append(await run_load())
+    for name in ("on", "here"):
+        for figure in ("tpot_p50_ms", "tokens_per_s", "cpu_us_per_token"):
+            report(figure, figures, "off", name)
 
 
-async def longest_turn(task: "asyncio.Task[Any]") -> float:
-    longest, last = 0.0, time.perf_counter()
-    while not task.done():
-        await asyncio.sleep(0)
-        now = time.perf_counter()
-        longest, last = max(longest, now - last), now
-    return longest
+async def compare_scraped(ops_port: int, run_load: Load, num_rounds: int) -> None:
+    """Print what it costs streams that both pages are asked for every SCRAPE_INTERVAL_S."""
+    figures: dict[str, list[dict[str, float]]] = {"quiet": [], "scraped": []}
+    for turn in range(2 * num_rounds):
+        is_scraped = turn % 4 in {1, 2}
+        scraper = await start_scraper(0, ops_port, "/metrics", "/metrics/load") if is_scraped else None
+        figures["scraped" if is_scraped else "quiet"].append(await run_load())
+        if scraper is not None:
+            scraper.terminate()
+            await scraper.wait()
+    for figure in ("itl_p99_ms", "itl_p50_ms", "tokens_per_s"):
+        report(figure, figures, "quiet", "scraped")
+
+
+def report(figure: str, figures: Mapping[str, list[dict[str, float]]], base: str, other: str) -> None:
+    before, after = ([run[figure] for run in figures[side]] for side in (base, other))
+    ratios = sorted(a / b for a, b in zip(after, before, strict=True))
+    medians = f"{base} {statistics.median(before):.2f}, {other} {statistics.median(after):.2f}"
+    spread = f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
+    print(f"{figure}: {medians}; {other}/{base} of neighbouring rounds {statistics.median(ratios):.4f} ({spread})")
+
+
+async def measure_scrapes(place: str, port: int, num_runs: int = 5, times: int = 60) -> None:
+    """Print what a scrape costs the front end, and how long it takes, in a server at rest."""
+    cpus_ms, durations_ms = [], []
+    for _ in range(num_runs):
+        scraper = await start_scraper(times, port, "/metrics")
+        assert scraper.stdout is not None
+        cpu_s = time.process_time()
+        durations_ms.append(float(await scraper.stdout.readline()))
+        cpus_ms.append((time.process_time() - cpu_s) * 1e3 / (times - 1))
+        await scraper.wait()
+    told = f"median {statistics.median(cpus_ms):.3f}, {min(cpus_ms):.3f} to {max(cpus_ms):.3f} ms"
+    print(f"/metrics on {place}: {told} of the front end's processor; {statistics.median(durations_ms):.1f} ms in all")
+
+
+async def start_scraper(times: int, port: int, *paths: str) -> "asyncio.subprocess.Process":
+    """A process that has asked once, and asks every SCRAPE_INTERVAL_S."""
+    command = ["-m", "benchmarks.scraper", str(SCRAPE_INTERVAL_S), str(times), str(port), *paths]
+    scraper = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
+    assert scraper.stdout is not None
+    await scraper.stdout.readline()
+    return scraper
 
 
 def main() -> None:
