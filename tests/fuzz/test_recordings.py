@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from roseinfer.config.options import Config, ObserveConfig
 from roseinfer.errors import InvalidRequest
-from roseinfer.observe.recorder.rendering import Job, render
+from roseinfer.observe.recorder.flight import Flight
 from tests.fuzz.mutations import corpus, mutated
 
 NUM_MUTATIONS = 400
 KEPT = corpus("recording")
-VIEW = Job(kind="view", slow_factor=2.0, slow_min_ns=1000)
+FLIGHT = Flight(Config(observe=ObserveConfig(slow_gap_factor=2.0, slow_gap_min_ms=0.001)), "1.2.3")
 
 
 def check(content: bytes) -> bool:
@@ -25,7 +26,7 @@ def check(content: bytes) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of NumPy, about sums of numbers that nobody measured
-            drawn = render(VIEW, content)
+            drawn = FLIGHT.view(content)
     except InvalidRequest as error:
         param, message = error.param, error.message
         assert param == "recording"

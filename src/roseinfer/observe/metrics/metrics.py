@@ -210,16 +210,12 @@ class Metrics(Collector, WriteObserver):
         """Yields one family after the other, all of one moment."""
         for row, values, exemplars in self._snapshot():
             yield _family(row, values, self._model_name, exemplars)
-            # Offers the interpreter to the event loop. Under endless scrapes another thread woke 5 ms late at p99 with
-            # this line and 11 ms without; one scrape takes about 10 ms.
-            time.sleep(0)
 
     def _encode_protobuf(self, _: Collector) -> bytes:
         pieces = []
         for row, values, exemplars in self._snapshot():
             labels = {"model_name": self._model_name} if row.is_per_model else {}
             pieces.append(protobuf.encode_family(row, values, exemplars, labels))
-            time.sleep(0)  # as in `collect`
         return b"".join(pieces)
 
     def _snapshot(self) -> list[tuple[Row, Values, Exemplars]]:

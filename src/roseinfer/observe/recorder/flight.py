@@ -10,19 +10,22 @@ from typing import Any
 import msgspec
 
 from roseinfer.config.options import Config
+from roseinfer.errors import InvalidRequest
 from roseinfer.observe.gaps import intervals
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.deliveries import LiveInterruptions
 from roseinfer.observe.gaps.interruptions import hear_interruptions
+from roseinfer.observe.gaps.request_gaps import gaps_of
 from roseinfer.observe.metrics.metrics import Metrics
+from roseinfer.observe.recorder.chrome_trace import chrome_trace
 from roseinfer.observe.recorder.recorder import Capture, FlightRecorder
-from roseinfer.observe.recorder.recording import ClockPair, RequestRecord, StructArray, step_of
-from roseinfer.observe.recorder.rendering import Job, Render, render
-from roseinfer.observe.recorder.timeline_view import CONTEXT_STEPS, Cursor
+from roseinfer.observe.recorder.recording import ClockPair, Recording, RequestRecord, StructArray, step_of
+from roseinfer.observe.recorder.timeline_view import CONTEXT_STEPS, Cursor, timeline_json
 from roseinfer.records import MAX_PREFIX_WAIT_STEPS, BlockedBy, QueueReport, RequestTimeline, StepRecord
 from roseinfer.runtime.cpu_waits import LoopWaits
 from roseinfer.runtime.gc_pauses import GcPauses
 
+MAX_VIEWED_STEPS = 3000  # of a saved recording, its newest: with 64 requests that is 20 MB of gaps
 _NS_PER_MS = 1e6
 _STAMPS = ("request_id", "recv_ns", "parsed_ns", "tokenized_ns", "inbox_ns", "scheduled_ns", "token_ns", "end_ns")
 _NOTHING_HELD = "No limit held anything back in the last step: its turn comes next."
@@ -31,15 +34,14 @@ _NOTHING_HELD = "No limit held anything back in the last step: its turn comes ne
 class Flight(FlightRecorder):
     """The recorder, and the answers of `/debug/*` from what it remembers."""
 
-    def __init__(self, config: Config, version: str, render: Render = render) -> None:
+    def __init__(self, config: Config, version: str) -> None:
         super().__init__(config, version)
         self.max_steps = config.observe.recorder_steps
         self.catch_up: Callable[[], None] = lambda: None  # delivers facts that wait, before each answer
         self.queue: Callable[[], QueueReport] = QueueReport  # reports the requests that wait; set by the wiring
         self._origin_ns = time.monotonic_ns()
-        self._render = render
         slow_min_ns = int(config.observe.slow_gap_min_ms * 1e6)
-        self._job = partial(Job, slow_factor=config.observe.slow_gap_factor, slow_min_ns=slow_min_ns)
+        self._find_gaps = partial(gaps_of, slow_factor=config.observe.slow_gap_factor, slow_min_ns=slow_min_ns)
 
     def listen(
         self, gc_pauses: GcPauses, loop_waits: LoopWaits, metrics: Metrics, interruptions: LiveInterruptions
@@ -62,26 +64,33 @@ class Flight(FlightRecorder):
 
     def recording(self, since_ns: int = 0) -> Callable[[], bytes]:
         self.catch_up()
-        return partial(_archive_of, self.capture_since(since_ns), is_compressed=True)
+        return partial(_archive_of, self.capture_since(since_ns))
 
     def trace(self, limit: int) -> Callable[[], bytes]:
         self.catch_up()
-        return self._rendering(self.capture(limit), self._job(kind="trace"))
+        capture = self.capture(limit)
+
+        def render() -> bytes:
+            recording = capture.recording()
+            return chrome_trace(recording, self._find_gaps(recording))
+
+        return render
 
     def timeline(self, limit: int, since_step: int, since_ns: int) -> Callable[[], bytes]:
         self.catch_up()
         last = self.last_step
         num_steps = min(limit, max(0, (last.step_id if last else 0) - since_step))
         since = Cursor(since_step, since_ns)
-        job = self._job(kind="timeline", origin_ns=self._origin_ns, num_steps=num_steps, since=since)
-        return self._rendering(self.capture(num_steps + CONTEXT_STEPS), job)
+        capture = self.capture(num_steps + CONTEXT_STEPS)
+        return lambda: timeline_json(capture.recording(), self._find_gaps, self._origin_ns, num_steps, since)
 
     def view(self, content: bytes) -> bytes:
         """Returns the page's data of a saved recording. Raises InvalidRequest for bytes that are none."""
-        return self._render(self._job(kind="view"), content)
-
-    def _rendering(self, capture: Capture, job: Job) -> Callable[[], bytes]:
-        return lambda: self._render(job, _archive_of(capture, is_compressed=False))
+        recording = Recording.read(io.BytesIO(content))
+        try:
+            return timeline_json(recording, self._find_gaps, recording.first_ns, MAX_VIEWED_STEPS)
+        except (ArithmeticError, LookupError, TypeError, ValueError):
+            raise InvalidRequest("The file is damaged: its numbers contradict each other.", param="recording") from None
 
     def requests(self) -> dict[str, Any]:
         """Lists requests in flight, in the order of arrival, with the places of those that wait."""
@@ -161,9 +170,9 @@ def _steps_json(rows: StructArray, clock: ClockPair) -> bytes:
     return msgspec.json.encode({"clock": clock, "steps": steps})
 
 
-def _archive_of(capture: Capture, *, is_compressed: bool) -> bytes:
+def _archive_of(capture: Capture) -> bytes:
     file = io.BytesIO()
-    capture.recording().write(file, is_compressed=is_compressed)
+    capture.recording().write(file)
     return file.getvalue()
 
 

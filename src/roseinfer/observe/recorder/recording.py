@@ -143,15 +143,12 @@ class Recording:
             self.write(file)
         scratch.replace(path)
 
-    def write(self, file: BinaryIO, *, is_compressed: bool = True) -> None:
+    def write(self, file: BinaryIO) -> None:
         """Writes the archive into an open file."""
-        save = np.savez_compressed if is_compressed else np.savez
-        # One after the other, so that other threads have their turn in between.
-        requests = b"[" + b",".join(msgspec.json.encode(request) for request in self.requests) + b"]"
-        save(
+        np.savez_compressed(
             file,
             meta=np.frombuffer(msgspec.json.encode(self.meta), np.uint8),
-            requests=np.frombuffer(requests, np.uint8),
+            requests=np.frombuffer(msgspec.json.encode(self.requests), np.uint8),
             steps=self.steps,
             writes=self.writes,
             interruptions=self.interruptions,
