@@ -250,7 +250,7 @@ class Observed:
         self.service.open(TextModel.load(Path(self.client.info.checkpoint_dir), None, "auto"))
         sockets = await bind("127.0.0.1", 0)
         ops_port = sockets[0].getsockname()[1]
-        await self.telemetry.start(replies(self.service), sockets)
+        await self.telemetry.start(replies(self.service), sockets, _take_over)
         await self.telemetry.ready()
         gc.collect()
         gc.freeze()
@@ -264,6 +264,10 @@ class Observed:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         return runner, ops_port
+
+
+async def _take_over() -> None:
+    raise AssertionError("the telemetry process has died twice")
 
 
 async def compare(arguments: argparse.Namespace) -> None:

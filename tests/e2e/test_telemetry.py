@@ -1,10 +1,12 @@
 """The telemetry process is killed and stopped under 64 streams: no stream differs, nobody waits, totals are true."""
 
 import asyncio
+import http.client
 import json
 import os
 import signal
 from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 
 import aiohttp
@@ -62,7 +64,13 @@ def resident_mib(pid: int) -> float:
     return int(line.split()[1]) / 1024
 
 
-def test_killed_and_stopped_under_64_streams(start_server: StartServer) -> None:
+def ops_status(port: int, path: str) -> int:
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.request("GET", path)
+        return connection.getresponse().status
+
+
+def test_killed_under_64_streams(start_server: StartServer) -> None:
     ops_port = free_port()
     server = start_server("--server.ops-port", str(ops_port), "--max-num-seqs", str(NUM_STREAMS))
     whole = streams(server)
@@ -79,29 +87,33 @@ def test_killed_and_stopped_under_64_streams(start_server: StartServer) -> None:
     second = server.telemetry_pid()
     assert second != first
 
-    before_mib = resident_mib(server.pid)
-    assert streams(server, lambda: os.kill(second, signal.SIGSTOP)) == whole
-    status, reply = server.post("/v1/completions", {"prompt": "x", "max_tokens": 4}, **{"x-roseinfer-ledger": "1"})
-    assert status == 200
-    assert sum(reply["roseinfer_ledger"][0]["parts_ns"].values()) == reply["roseinfer_ledger"][0]["total_ns"]
-    assert reply["roseinfer_ledger"][0]["total_ns"] < LATE_S * 1e9
-    assert server.status("/metrics") == 503
-    assert server.status("/livez") == server.status("/readyz") == 200
-    assert resident_mib(server.pid) - before_mib < 32
-    os.kill(second, signal.SIGCONT)
-    while server.status("/metrics") != 200:  # it has a processor last
-        pass
-    num_tokens = 3 * NUM_STREAMS * MAX_TOKENS + reply["usage"]["completion_tokens"]
-    samples = server.wait_metrics(roseinfer_http_inflight_streams=0)
-    assert samples["roseinfer_generation_tokens_total"] == num_tokens
-
     os.kill(second, signal.SIGKILL)
     while server.status("/metrics") != 503:
         pass
     assert streams(server) == whole
     assert server.status("/metrics") == 503, "a second death in ten minutes is not made good"
-    assert server.status("/livez") == 200
+    assert [ops_status(ops_port, path) for path in ("/livez", "/readyz", "/metrics")] == [200, 200, 503]
     assert server.stop() == 0
+
+
+def test_stopped_under_64_streams(start_server: StartServer) -> None:
+    server = start_server("--max-num-seqs", str(NUM_STREAMS))
+    whole = streams(server)
+    before_mib, pid = resident_mib(server.pid), server.telemetry_pid()
+    assert streams(server, lambda: os.kill(pid, signal.SIGSTOP)) == whole
+    status, reply = server.post("/v1/completions", {"prompt": "x", "max_tokens": 4}, **{"x-roseinfer-ledger": "1"})
+    assert status == 200
+    (ledger,) = reply["roseinfer_ledger"]
+    assert sum(ledger["parts_ns"].values()) == ledger["total_ns"] < LATE_S * 1e9
+    assert server.status("/livez") == server.status("/readyz") == 200
+    assert resident_mib(server.pid) - before_mib < 32
+    with suppress(ProcessLookupError):  # on a slow machine it has been ended by now, as one that hangs
+        os.kill(pid, signal.SIGCONT)
+    while server.status("/metrics") != 200:  # it has a processor last
+        pass
+    samples = server.wait_metrics(roseinfer_http_inflight_streams=0)
+    num_tokens = 2 * NUM_STREAMS * MAX_TOKENS + reply["usage"]["completion_tokens"]
+    assert samples["roseinfer_generation_tokens_total"] == num_tokens
 
 
 def test_what_serves_the_operations_port_is_gone_with_the_server(start_server: StartServer) -> None:

@@ -1,9 +1,9 @@
 """Builds the two HTTP applications: their routes, and their middlewares in the order in which a request meets them."""
 
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -28,8 +28,16 @@ Reply = Callable[[bytes], Awaitable[bytes]]
 class Telemetry(Protocol):
     """The telemetry process: where there is one, it serves the operations port."""
 
-    async def start(self, replies: Mapping[str, Reply], ports: Sequence[socket.socket]) -> None:
-        """Start it, to listen at these sockets; `replies` answer what it asks, by name."""
+    async def start(
+        self,
+        replies: Mapping[str, Reply],
+        ports: Sequence[socket.socket],
+        take_over: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Start it, to listen at these sockets; `replies` answer what it asks, by name.
+
+        When it has gone for good, `take_over` is called, and answers there what can be answered without it.
+        """
 
     async def ready(self) -> None:
         """Return when it observes. Raises ConfigError."""

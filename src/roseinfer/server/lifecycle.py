@@ -277,7 +277,18 @@ async def _listening(service: Service, instruments: Instruments, certificate: Ce
         app = build_app(service, instruments)
         port = await ports.enter_async_context(_port(app, config.host, config.port, "server.", certificate))
         if instruments.telemetry is not None:
-            await instruments.telemetry.start(front_end.replies(service), await _ops_sockets(config))
+            sockets = await _ops_sockets(config)
+
+            async def take_over() -> None:
+                """Serve probes at least, and 503 for metrics."""
+                app = build_ops_app(service, instruments.metrics, probes.judge_of(service), ())
+                runner = build_runner(app, CONNECTIONS_CLOSE_S)
+                await runner.setup()
+                ports.push_async_callback(runner.cleanup)
+                for listening in sockets:
+                    ports.enter_context(contextlib.closing(await runner.listen_at(listening)))
+
+            await instruments.telemetry.start(front_end.replies(service), sockets, take_over)
         elif config.ops_port:
             judge = probes.judge_of(service)
             app = build_ops_app(service, instruments.metrics, judge, instruments.debug_routes)

@@ -10,10 +10,11 @@ import math
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -30,7 +31,12 @@ from roseinfer.runtime.child_process import end_process, start_process
 RESTART_WINDOW_S = 600.0  # in which there is one restart: what kills two in succession will kill a third
 PAGE_TIMEOUT_S = 3.0  # for a page of metrics
 LEDGER_TIMEOUT_S = 0.25  # an answer waits for it
+HANG_S = 10.0  # without an answer, after which it counts as dead
+LOOK_INTERVAL_S = 2.0
 CLOSE_TIMEOUT_S = 1.5  # in which it takes the last facts and exports its spans
+
+TakeOver = Callable[[], Coroutine[Any, Any, None]]
+"""Serves the operations port without the process, as far as that is possible."""
 
 _COMMAND = ("-P", "-m", "roseinfer", "telemetry", "--fd")  # -P: import nothing from the current directory
 
@@ -73,7 +79,8 @@ class TelemetryProcess:
         self._replies: dict[str, Reply] = {}
         self._ports: list[socket.socket] = []
         self._launching: asyncio.Task[None] | None = None
-        self._lost = asyncio.Event()
+        self._take_over: TakeOver
+        self._watching: asyncio.Task[None] | None = None
         self._is_closing = False
 
     @property
@@ -81,14 +88,15 @@ class TelemetryProcess:
         """The process id once started."""
         return None if self._process is None else self._process.pid
 
-    async def start(self, replies: Mapping[str, Reply], ports: Sequence[socket.socket]) -> None:
-        """Starts it, to serve the operations port at these sockets, which are closed here when it is not there.
+    async def start(self, replies: Mapping[str, Reply], ports: Sequence[socket.socket], take_over: TakeOver) -> None:
+        """Starts it, to serve the operations port at these sockets; when it has gone for good, `take_over` is called.
 
         `replies` answer what it asks, beside those of this class.
         """
-        self._ports = list(ports)
+        self._ports, self._take_over = list(ports), take_over
         self._replies = {"sync": self._sync, "look": self._look, **replies}
         await self._launch()
+        self._watching = asyncio.create_task(self._watch(), name="telemetry-watch")
 
     async def ready(self) -> None:
         """Return when it observes. Raises ConfigError for what it cannot do."""
@@ -98,7 +106,6 @@ class TelemetryProcess:
 
     async def _launch(self) -> None:
         ours, theirs = socket.socketpair()
-        self._lost.clear()
         with theirs:
             passed = [theirs.fileno(), *(port.fileno() for port in self._ports)]
             command = [*self._command, str(theirs.fileno())]
@@ -120,23 +127,38 @@ class TelemetryProcess:
     def _on_lost(self) -> None:
         self._forwarder.cut()
         self._link = None
-        self._lost.set()
         if self._is_closing:
             return
         now_s = time.monotonic()
         if now_s < self._next_restart_s:
             _log.error("the telemetry process has died again: there are no metrics until the server is started anew")
-            for port in self._ports:
-                port.close()
+            self._launching = asyncio.create_task(self._take_over(), name="take-over")
             return
         self._next_restart_s = now_s + RESTART_WINDOW_S
         self.num_restarts += 1
         _log.error("the telemetry process has died and is started again")
         self._launching = asyncio.create_task(self._launch(), name="telemetry")
 
+    async def _watch(self) -> None:
+        """Ends a process that hangs, so that there is another one."""
+        heard_s = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            link = self._link
+            with contextlib.suppress(TimeoutError, NotReady):
+                if link is not None:
+                    await link.ask("ready", timeout_s=LOOK_INTERVAL_S)
+                heard_s = time.monotonic()
+            if time.monotonic() - heard_s > HANG_S and self._process is not None:
+                _log.error("the telemetry process has not answered for %g s and is ended", HANG_S)
+                self._process.kill()
+                heard_s = time.monotonic()
+
     async def close(self) -> None:
         """Sends the last facts and waits a little for its exit."""
         self._is_closing = True
+        if self._watching is not None:
+            self._watching.cancel()
         if self._launching is not None:
             await asyncio.wait({self._launching})
         if self._link is not None:
