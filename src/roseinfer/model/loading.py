@@ -72,7 +72,7 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
     with Checkpoint(directory) as checkpoint:
         if device_name == "cpu":
             _set_num_threads(config.runner.num_threads, placement, checkpoint)
-        model = build_model(checkpoint, placement)
+        model = build_model(checkpoint, placement, config.model.max_model_len)
         if cache is not None:
             cache.write_soon()
         _tell_of_groups(checkpoint, placement.groups)

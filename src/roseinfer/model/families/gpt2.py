@@ -85,7 +85,9 @@ class GPT2:
     model_type = "gpt2"
     is_capturable = True
 
-    def __init__(self, spec: GPT2Spec, checkpoint: Checkpoint, placement: Placement) -> None:
+    def __init__(
+        self, spec: GPT2Spec, checkpoint: Checkpoint, placement: Placement, _max_model_len: int | None
+    ) -> None:
         # The original checkpoints hold the bare transformer, later ones the language model around it.
         prefix = "transformer." if "transformer.wte.weight" in checkpoint.names else ""
         read = _Reader(checkpoint, placement, spec.layer_norm_epsilon, prefix)

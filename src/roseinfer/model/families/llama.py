@@ -305,7 +305,9 @@ class Llama:
 
     is_capturable = True
 
-    def __init__(self, spec: FamilySpec, checkpoint: Checkpoint, placement: Placement) -> None:
+    def __init__(
+        self, spec: FamilySpec, checkpoint: Checkpoint, placement: Placement, max_model_len: int | None
+    ) -> None:
         prefix = "" if "embed_tokens.weight" in checkpoint.names else "model."  # as AutoModel saves it, without a head
         read = _Reader(checkpoint, placement, spec.rms_norm_eps, prefix)
         self.model_type = spec.model_type
@@ -316,7 +318,8 @@ class Llama:
         self._token_embedding, self.head = read.embedding_and_head(
             "embed_tokens.weight", shape, is_tied=spec.tie_word_embeddings
         )
-        self._rotations = RotationTable(spec.rope, spec.head_width, spec.max_positions, placement.device)
+        num_positions = min(spec.max_positions, max_model_len or spec.max_positions)
+        self._rotations = RotationTable(spec.rope, spec.head_width, num_positions, placement.device)
         self._gate = SiluGate(placement)
         self._multipliers = spec.multipliers
         self._blocks = [_Block(spec, read, layer) for layer in range(spec.num_hidden_layers)]

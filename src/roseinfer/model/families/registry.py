@@ -31,7 +31,7 @@ class _Family(NamedTuple):
 
     model_type: str  # which stands for the architecture
     checkpoints: str  # as people call them
-    model: Any  # of a spec, a checkpoint and a placement
+    model: Any  # of a spec, a checkpoint, a placement, and the number of positions that are served, or None for all
     spec: type[GPT2Spec] | type[FamilySpec]
     bare: str  # the architecture without a head
 
@@ -54,14 +54,17 @@ def native_spec(checkpoint: Checkpoint) -> GPT2Spec | FamilySpec | None:
     return None if family is None else read_spec(normalise_rope(checkpoint.config), family.spec, checkpoint)
 
 
-def build_model(checkpoint: Checkpoint, placement: Placement) -> CausalLM:
-    """Read the checkpoint's weights into the model that its config.json names. Raises ConfigError."""
+def build_model(checkpoint: Checkpoint, placement: Placement, max_model_len: int | None = None) -> CausalLM:
+    """Read the checkpoint's weights into the model that its config.json names. Raises ConfigError.
+
+    With `max_model_len` no position from there on is asked for.
+    """
     family, spec = _find(checkpoint), native_spec(checkpoint)
     if family is None:
         from roseinfer.model.families.transformers import TransformersModel  # which takes seconds to import
 
         return TransformersModel(checkpoint, placement)
-    model: CausalLM = family.model(spec, checkpoint, placement)
+    model: CausalLM = family.model(spec, checkpoint, placement, max_model_len)
     return model
 
 

@@ -182,11 +182,11 @@ class Rotation:
 
 
 class RotationTable:
-    """Cosines and sines of all positions, so that a position's have the same bits whatever the batch."""
+    """Cosines and sines of the positions that are served: those of one have the same bits whatever the batch."""
 
-    def __init__(self, rope: Rope, head_dim: int, max_positions: int, device: torch.device) -> None:
-        angles = torch.arange(max_positions, dtype=torch.float32).outer(rope.frequencies(head_dim))
-        self.cos = (angles.cos() * rope.magnitude).to(device)  # [max_positions, head_dim / 2]
+    def __init__(self, rope: Rope, head_dim: int, num_positions: int, device: torch.device) -> None:
+        angles = torch.arange(num_positions, dtype=torch.float32).outer(rope.frequencies(head_dim))
+        self.cos = (angles.cos() * rope.magnitude).to(device)  # [num_positions, head_dim / 2]
         self.sin = angles.sin_().mul_(rope.magnitude).to(device)
 
     def at(self, positions: torch.Tensor) -> Rotation:

@@ -14,7 +14,7 @@ from roseinfer.errors import ConfigError
 from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
 from roseinfer.model.families.causal_lm import CausalLM
-from roseinfer.model.families.llama import FamilySpec, LlamaSpec, MistralSpec, Qwen2Spec, Qwen3Spec
+from roseinfer.model.families.llama import FamilySpec, Llama, LlamaSpec, MistralSpec, Qwen2Spec, Qwen3Spec
 from roseinfer.model.families.registry import build_model
 from roseinfer.model.kernels.library import levels_here
 from roseinfer.model.layers.rope import normalise_rope
@@ -149,6 +149,19 @@ def write_checkpoint(directory: Path, *, has_head_norms: bool = False, **fields:
 def build(directory: Path, placement: Placement | None = None) -> CausalLM:
     with Checkpoint(directory) as checkpoint:
         return build_model(checkpoint, placement or Placement(torch.device("cpu"), torch.float32))
+
+
+def test_positions_that_are_not_served_have_no_rotations(tmp_path: Path) -> None:
+    rotations = {}
+    for length in (None, 16, 100_000):
+        with Checkpoint(write_checkpoint(tmp_path, tie_word_embeddings=True, rope_scaling=YARN)) as checkpoint:
+            model = build_model(checkpoint, Placement(torch.device("cpu"), torch.float32), length)
+        assert isinstance(model, Llama)
+        assert model.max_positions == 128
+        rotations[length] = model._rotations
+    assert len(rotations[None].cos) == len(rotations[100_000].cos) == 128
+    assert torch.equal(rotations[16].cos, rotations[None].cos[:16])
+    assert torch.equal(rotations[16].sin, rotations[None].sin[:16])
 
 
 def assert_same(outcomes: list[Outcome], expected: list[Outcome]) -> None:
