@@ -2,6 +2,8 @@
 
 import dataclasses
 from array import array
+from collections.abc import Callable, Iterator
+from itertools import islice
 from operator import attrgetter
 from types import GenericAlias
 from typing import Any, get_type_hints
@@ -9,6 +11,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from roseinfer.messages import EngineInfo
+from roseinfer.observe.hub import Writes
 from roseinfer.observe.metrics.totals import Running
 from roseinfer.records import Arrival, Delivery, LifecycleState, QueueReport, RequestTimeline, StepRecord, Violation
 
@@ -42,40 +45,42 @@ def decode_stamps(content: bytes) -> list[int]:
 
 # --- writes -----------------------------------------------------------------------------------------------------------
 
-WRITE_COLUMNS = 12
+_NUM_COLUMNS = 5
 
 
-def write_values(timeline: RequestTimeline, delivery: Delivery) -> tuple[int, ...]:
-    """Returns the row of a write, WRITE_COLUMNS numbers."""
-    arrival = delivery.arrival
-    return (
-        timeline.serial,
-        delivery.resumed_ns,
-        delivery.encoded_ns,
-        delivery.written_ns,
-        delivery.was_paused,
-        arrival.tokens_ns,
-        arrival.sent_ns,
-        arrival.read_ns,
-        arrival.gc_ns,
-        arrival.was_held,
-        arrival.throttled_ns,
-        arrival.wait_ns,
-    )
+class SentWrites(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Some writes: a row of numbers for each, and the arrivals of their tokens, each with the count of its writes.
 
+    Writes with the tokens of one step mostly follow one another, so there are few arrivals.
+    """
 
-class Deliveries:
-    """Makes deliveries of rows; those with tokens of one step, which mostly follow one another, share an arrival."""
+    rows: bytes
+    arrivals: list[tuple[Arrival, int]]
 
-    def __init__(self) -> None:
-        self._last = Arrival(0, 0, 0)
+    @classmethod
+    def of(cls, writes: Writes) -> "SentWrites":
+        values: list[int] = []
+        arrivals: list[Arrival] = []
+        counts: list[int] = []
+        last: Arrival | None = None
+        for timeline, delivery in zip(writes.timelines, writes.deliveries, strict=True):
+            if delivery.arrival is not last:
+                last = delivery.arrival
+                arrivals.append(last)
+                counts.append(0)
+            counts[-1] += 1
+            values.extend(
+                (timeline.serial, delivery.resumed_ns, delivery.encoded_ns, delivery.written_ns, delivery.was_paused)
+            )
+        return cls(array("q", values).tobytes(), list(zip(arrivals, counts, strict=True)))
 
-    def delivery(self, row: tuple[int, ...], index: int) -> Delivery:
-        _, resumed_ns, encoded_ns, written_ns, was_paused, tokens_ns, *on_its_way = row
-        if tokens_ns != self._last.tokens_ns:
-            sent_ns, read_ns, gc_ns, was_held, throttled_ns, wait_ns = on_its_way
-            self._last = Arrival(tokens_ns, sent_ns, read_ns, gc_ns, bool(was_held), throttled_ns, wait_ns)
-        return Delivery(self._last, resumed_ns, encoded_ns, written_ns, bool(was_paused), index)
+    def deliveries(self, index_of: Callable[[int], int]) -> Iterator[tuple[int, Delivery]]:
+        """Yields each with the serial of its request; `index_of` tells of a serial how many writes it has already."""
+        rows = zip(*[iter(array("q", self.rows))] * _NUM_COLUMNS, strict=True)
+        for arrival, count in self.arrivals:
+            for serial, resumed_ns, encoded_ns, written_ns, was_paused in islice(rows, count):
+                index = index_of(serial)
+                yield serial, Delivery(arrival, resumed_ns, encoded_ns, written_ns, bool(was_paused), index)
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -95,7 +100,7 @@ class Batch(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
     started: list[State]
     steps: list[Stepped]
-    writes: bytes
+    writes: list[SentWrites]
     ended: list[State]
     refusals: list[str]
     interruptions: list[tuple[int, int, int]]  # start, end, and the number of the cause

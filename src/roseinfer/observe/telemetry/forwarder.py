@@ -6,7 +6,6 @@ sends what is true at that moment, so that nothing is wrong afterwards and only 
 
 import asyncio
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -26,12 +25,12 @@ from roseinfer.observe.telemetry.facts import (
     Present,
     Rested,
     Resumed,
+    SentWrites,
     Stalled,
     State,
     Stepped,
     encode_stamps,
     encode_state,
-    write_values,
 )
 from roseinfer.observe.tracing.trace_ids import trace_id_of
 from roseinfer.records import (
@@ -67,7 +66,7 @@ class Forwarder(WriteObserver):
     def _begin_batch(self) -> None:
         self._started: list[State] = []
         self._steps: list[Stepped] = []
-        self._writes = array("q")
+        self._writes: list[SentWrites] = []
         self._ended: list[State] = []
         self._ended_ids: set[str] = set()
         self._refusals: list[str] = []
@@ -122,10 +121,7 @@ class Forwarder(WriteObserver):
     def on_writes(self, writes: Writes) -> None:
         if not self._takes(len(writes)):
             return
-        values: list[int] = []
-        for timeline, delivery in zip(writes.timelines, writes.deliveries, strict=True):
-            values.extend(write_values(timeline, delivery))
-        self._writes.extend(values)
+        self._writes.append(SentWrites.of(writes))
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         del self._open[timeline.serial]
@@ -163,7 +159,7 @@ class Forwarder(WriteObserver):
         batch = Batch(
             self._started,
             self._steps,
-            self._writes.tobytes(),
+            self._writes,
             self._ended,
             self._refusals,
             interruptions,

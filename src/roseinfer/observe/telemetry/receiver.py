@@ -2,7 +2,6 @@
 
 import asyncio
 import gzip
-from array import array
 from collections.abc import Callable
 from functools import partial
 
@@ -13,9 +12,7 @@ from roseinfer.observe.gaps.causes import CAUSES, Cause
 from roseinfer.observe.observation import Observation
 from roseinfer.observe.telemetry.facts import (
     LARGE_PAGE,
-    WRITE_COLUMNS,
     Batch,
-    Deliveries,
     EngineReady,
     Entered,
     Fact,
@@ -26,6 +23,7 @@ from roseinfer.observe.telemetry.facts import (
     Present,
     Rested,
     Resumed,
+    SentWrites,
     Stalled,
     State,
     Stepped,
@@ -50,7 +48,6 @@ class Receiver:
         self._refusal: ConfigError | None = None
         self._observation: Observation  # from `open` on
         self._open: dict[int, RequestTimeline] = {}  # by serial
-        self._deliveries = Deliveries()
         self._gc_pauses_ns: list[int] = []
         self.on_state: Callable[[LifecycleState], None] = lambda _: None
 
@@ -136,7 +133,8 @@ class Receiver:
             hub.on_start(timeline)
         for step in batch.steps:
             self._take_step(step)
-        self._take_writes(batch.writes)
+        for writes in batch.writes:
+            self._take_writes(writes)
         for state in batch.ended:
             timeline = self._update(state)
             del self._open[timeline.serial]
@@ -151,12 +149,10 @@ class Receiver:
             self._update(state)
         self._observation.hub.on_step(step.record, advanced)
 
-    def _take_writes(self, content: bytes) -> None:
-        values = iter(array("q", content))
-        on_write = self._observation.hub.on_write
-        for row in zip(*[values] * WRITE_COLUMNS, strict=True):
-            timeline = self._open[row[0]]
-            delivery = self._deliveries.delivery(row, len(timeline.write_ns))
+    def _take_writes(self, writes: SentWrites) -> None:
+        timelines, on_write = self._open, self._observation.hub.on_write
+        for serial, delivery in writes.deliveries(lambda serial: len(timelines[serial].write_ns)):
+            timeline = timelines[serial]
             timeline.write_ns.append(delivery.written_ns)
             on_write(timeline, delivery)
 
