@@ -160,6 +160,16 @@ class StepRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return "decode" if self.num_decode_seqs else "idle"
 
 
+class CachedBlock(msgspec.Struct, frozen=True, gc=False):  # one a block: the collector need not walk them
+    """A block of the prefix cache. As a change it can be found from now on, or, without content, no longer."""
+
+    block_id: int
+    digest: bytes
+    parent: bytes = b""  # the digest of the block before it; of the first, the root of its chain
+    content: bytes | None = None  # its token ids as int32
+    is_first: bool = False  # of its chain
+
+
 class EngineTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The engine's part of one request's timeline; it crosses the link with the first output and with the last."""
 

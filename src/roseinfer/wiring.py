@@ -20,6 +20,7 @@ from roseinfer.engine.core.constraint import Grammars
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.stopwatch import Phases
+from roseinfer.engine.kv_events import publishing
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.frames import EngineLink
 from roseinfer.engine.link.heartbeat import receive_heartbeat
@@ -169,7 +170,12 @@ def engine_main(fd: int, build: BuildEngine = build_engine) -> int:
             with closing(logs.configure(config.observe, sys.stderr)):
                 build_engine_here = partial(build, config, link.send)
                 is_sound = engine_loop.run(
-                    build_engine_here, link, link, check_when_idle=_checks_when_idle(config), heartbeat=heartbeat
+                    build_engine_here,
+                    link,
+                    link,
+                    check_when_idle=_checks_when_idle(config),
+                    heartbeat=heartbeat,
+                    publishing=partial(publishing, config),
                 )
                 link.drain(_LAST_WORDS_TIMEOUT_S)
         except EOFError:

@@ -68,7 +68,7 @@ def has_module(distribution: str, module: str) -> bool:
 
 def test_every_import_is_declared() -> None:
     """What another package happens to bring may be gone tomorrow."""
-    needed = {canonicalize_name(wanted.name) for wanted in declared("cuda", "flashinfer", "plot", "s3")}
+    needed = {canonicalize_name(wanted.name) for wanted in declared("cuda", "flashinfer", "kv-events", "plot", "s3")}
     for_tests = {canonicalize_name(wanted.name) for wanted in declared("test", "dev")}
     assert imported_packages(SOURCE, needed) - needed == set()
     for_tests |= {canonicalize_name(pin.name) for pin in pins("tests/chart/requirements.txt")}  # Helm's own environment

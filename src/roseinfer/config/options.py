@@ -491,6 +491,27 @@ class ObserveConfig:
 
 @dataclass(frozen=True, slots=True)
 @_described
+class KVEventsConfig:
+    """Says over ZeroMQ which blocks the prefix cache holds, for routers that choose by prefix (docs/fleet.md)."""
+
+    endpoint: str | None = option(
+        None,
+        "Address of the events, such as `tcp://*:5557`: with `*` or `::` the engine binds it, another it connects to. "
+        "Needs `roseinfer[kv-events]`. Default: none.",
+    )
+    replay_endpoint: str | None = option(
+        None, "Address, which the engine binds, at which readers ask for events that they missed."
+    )
+    topic: str | None = option(None, "First frame of each message. Default: `kv@HOST@MODEL`, as llm-d reads it.")
+    form: Literal["array", "map"] = option(
+        "array",
+        "How an event is written: `array` is what llm-d's adapter for vLLM reads (June 2026), `map` what the classes "
+        "of vLLM 0.32 read.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+@_described
 class TracingConfig:
     """Traces for an OpenTelemetry collector (docs/tracing.md). The OTEL_ variables of the environment come first."""
 
@@ -530,6 +551,7 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     structured: StructuredConfig = field(default_factory=StructuredConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+    kv_events: KVEventsConfig = field(default_factory=KVEventsConfig)
     tracing: TracingConfig = field(default_factory=TracingConfig)
 
     def __post_init__(self) -> None:
@@ -582,6 +604,8 @@ def _check_relations(config: Config) -> None:
             f"{scheduler.max_prefill_tokens}: both say how many prompt tokens a step has, so give one of them",
             param="scheduler.target_itl_ms",
         )
+    if config.kv_events.endpoint is not None and not config.cache.prefix_caching:
+        raise ConfigError("there is nothing to tell with cache.prefix_caching off", param="kv_events.endpoint")
     for origin in server.allowed_origins:
         if not _ORIGIN.fullmatch(origin):
             raise ConfigError(

@@ -3,7 +3,7 @@
 import gc
 import traceback
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +25,8 @@ from roseinfer.messages import (
 from roseinfer.records import StepRecord
 from roseinfer.runtime.cpu_waits import CpuWaits, computing_threads
 from roseinfer.runtime.gc_pauses import GcPauses
+
+Publishing = Callable[[Engine], AbstractContextManager[Callable[[], None]]]
 
 REST_S = 1.0  # without work, before the invariants are checked; a request that comes meanwhile waits for the check
 
@@ -60,22 +62,17 @@ def run(
     *,
     check_when_idle: bool = False,
     heartbeat: Heartbeat | None = None,
+    publishing: Publishing = lambda _: nullcontext(lambda: None),
 ) -> bool:
     """Build an engine, announce it, and serve until Shutdown or end-of-file; returns False if it failed.
 
     An error while building or stepping is sent once and ends the loop: after a failed step the state of the device is
-    unknown.
+    unknown. `publishing` opens what is called after each step.
     """
     try:
         engine, heartbeat = build_engine(), heartbeat or Heartbeat()
-        outbox.send(engine.info)
-        gc.collect()
-        # What start-up made lives for ever: later collections need not walk it. The collector itself stays on: steps
-        # leave nothing behind that it tracks and make no cycles, so under load it has no reason to run.
-        gc.freeze()
-        with note_pauses(engine, heartbeat), closing(CpuWaits(computing_threads())) as waits:
-            engine.look_for_waits = waits.look
-            _Loop(engine, inbox, outbox, heartbeat, check_when_idle=check_when_idle).serve()
+        with publishing(engine) as publish:
+            _serve(engine, inbox, outbox, heartbeat, publish, check_when_idle=check_when_idle)
     except EOFError:
         return True
     except ConfigError as error:
@@ -85,6 +82,25 @@ def run(
         outbox.send(EngineFailure(f"{type(error).__name__}: {error}", traceback.format_exc()))
         return False
     return True
+
+
+def _serve(
+    engine: Engine,
+    inbox: Inbox,
+    outbox: Outbox,
+    heartbeat: Heartbeat,
+    publish: Callable[[], None],
+    *,
+    check_when_idle: bool,
+) -> None:
+    outbox.send(engine.info)
+    gc.collect()
+    # What start-up made lives for ever: later collections need not walk it. The collector itself stays on: steps
+    # leave nothing behind that it tracks and make no cycles, so under load it has no reason to run.
+    gc.freeze()
+    with note_pauses(engine, heartbeat), closing(CpuWaits(computing_threads())) as waits:
+        engine.look_for_waits = waits.look
+        _Loop(engine, inbox, outbox, heartbeat, publish, check_when_idle=check_when_idle).serve()
 
 
 def note_pauses(engine: Engine, heartbeat: Heartbeat) -> GcPauses:
@@ -160,9 +176,17 @@ class _Loop:
     """An engine between its inbox and its outbox."""
 
     def __init__(
-        self, engine: Engine, inbox: Inbox, outbox: Outbox, heartbeat: Heartbeat, *, check_when_idle: bool
+        self,
+        engine: Engine,
+        inbox: Inbox,
+        outbox: Outbox,
+        heartbeat: Heartbeat,
+        publish: Callable[[], None],
+        *,
+        check_when_idle: bool,
     ) -> None:
         self._engine, self._inbox, self._outbox, self._heartbeat = engine, inbox, outbox, heartbeat
+        self._publish = publish
         self._check_when_idle = check_when_idle
         self._profile = StepProfile(engine.profiler)
         self._is_checked = True  # the invariants, since the last step
@@ -186,6 +210,7 @@ class _Loop:
         self._is_checked = False
         output = self._engine.step(LoopState(depth, wait_ns, is_profiled) if depth or wait_ns or is_profiled else QUIET)
         self._outbox.send(output)
+        self._publish()
         if self._profile.is_active:
             self._heartbeat.begin(Activity.PROFILING)  # writing the trace takes longer than a step may
             if (ended := self._profile.count_step(output.record)) is not None:

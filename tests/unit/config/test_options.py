@@ -5,7 +5,7 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import pytest
@@ -258,7 +258,7 @@ def test_show_prints_a_file_that_loads_to_the_same_tree(tmp_path: Path) -> None:
 def test_the_schema_describes_every_option_and_no_other() -> None:
     schema = config_docs.json_schema()
     for section in fields(Config):
-        definition = schema["$defs"][f"{section.name.title()}Config"]
+        definition = schema["$defs"][get_type_hints(Config)[section.name].__name__]
         assert definition["additionalProperties"] is False
         described = {name: leaf["default"] for name, leaf in definition["properties"].items() if leaf["description"]}
         ours = {o.name: o.default for o in options().values() if o.section == section.name}

@@ -6,14 +6,13 @@ is a miss. The scheme is the usual hash chain (vLLM calls it automatic prefix ca
 """
 
 import hashlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import msgspec
-
 from roseinfer.engine.core.batch import Int32Array
 from roseinfer.engine.core.block_pool import BlockPool
+from roseinfer.records import CachedBlock
 
 
 @dataclass(slots=True, eq=False)
@@ -23,12 +22,6 @@ class BlockChain:
     root: bytes
     digests: list[bytes] = field(default_factory=list)
     contents: list[bytes] = field(default_factory=list)  # the token ids of each block as int32
-
-
-class _CachedBlock(msgspec.Struct, frozen=True, gc=False):  # one a block: the collector need not walk them
-    block_id: int
-    parent: bytes
-    content: bytes
 
 
 class PrefixCache:
@@ -41,9 +34,10 @@ class PrefixCache:
         self.pool = BlockPool(num_blocks, self._forget, tenant_share)
         self.block_size = block_size
         self.is_enabled = is_enabled
-        self._blocks: dict[bytes, _CachedBlock] = {}
+        self._blocks: dict[bytes, CachedBlock] = {}
         self._digest_of: dict[int, bytes] = {}
         self._pending: Counter[bytes] = Counter()
+        self.changes: deque[CachedBlock] = deque(maxlen=0)  # kept where somebody, who takes them, sets another
 
     def new_chain(self, salt: str) -> BlockChain:
         return BlockChain(hashlib.sha256(salt.encode()).digest())
@@ -82,12 +76,14 @@ class PrefixCache:
             self._pending.pop(digest, None)
             if digest not in self._blocks:
                 parent = digests[index - 1] if index else chain.root
-                self._blocks[digest] = _CachedBlock(block_id, parent, chain.contents[index])
+                self._blocks[digest] = CachedBlock(block_id, digest, parent, chain.contents[index], not index)
+                self.changes.append(self._blocks[digest])
                 self._digest_of[block_id] = digest
                 self.pool.mark_cached(block_id, chain.root)
 
     def _forget(self, block_id: int) -> None:
-        del self._blocks[self._digest_of.pop(block_id)]
+        del self._blocks[digest := self._digest_of.pop(block_id)]
+        self.changes.append(CachedBlock(block_id, digest))
 
     def forget_chain(self, chain: BlockChain) -> None:
         """Drop all blocks of the chain and all blocks computed after them, by any sequence."""
@@ -98,10 +94,9 @@ class PrefixCache:
         for digest in lost:
             lost += children.pop(digest, [])
         for digest in lost:
-            if digest in self._blocks:
-                block_id = self._blocks.pop(digest).block_id
-                del self._digest_of[block_id]
-                self.pool.unmark_cached(block_id)
+            if lost_block := self._blocks.get(digest):
+                self._forget(lost_block.block_id)
+                self.pool.unmark_cached(lost_block.block_id)
 
     def announce(self, chain: BlockChain, start: int, end: int) -> None:
         """Mark blocks start..end-1 of the chain as being computed: others with the same prefix may wait for them."""

@@ -19,6 +19,7 @@ import msgspec
 from roseinfer.config.options import Config
 from roseinfer.engine import loop as engine_loop
 from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.kv_events import publishing
 from roseinfer.engine.link.frames import CommandEncoder
 from roseinfer.engine.link.heartbeat import Heartbeat, SharedHeartbeat
 from roseinfer.messages import Command, Event, Shutdown, StartupProgress
@@ -111,7 +112,14 @@ class ThreadTransport:
     def _run(self, deliver: Callable[[Event], None]) -> None:
         build = partial(self._build_engine, self._config, deliver)
         outbox = CallbackOutbox(deliver)
-        engine_loop.run(build, self._inbox, outbox, check_when_idle=self._check_when_idle, heartbeat=self.heartbeat)
+        engine_loop.run(
+            build,
+            self._inbox,
+            outbox,
+            check_when_idle=self._check_when_idle,
+            heartbeat=self.heartbeat,
+            publishing=partial(publishing, self._config),
+        )
 
     def send(self, command: Command) -> None:
         self._inbox.put(command)
