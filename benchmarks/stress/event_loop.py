@@ -111,7 +111,8 @@ def measure(folder: Path, trouble: str, num_streams: int) -> tuple[Counter[Cause
             generate(server, num_streams)  # what is usual
             since_ns = time.monotonic_ns()
             if group is not None:
-                group.remove(server.engine_pid())
+                for pid in (server.engine_pid(), server.telemetry_pid()):
+                    group.remove(pid)
                 group.limit(float(trouble))
                 generate(server, num_streams)
                 group.remove(server.pid)

@@ -126,7 +126,7 @@ def measure(log: Path, victim: str, trouble: str, num_streams: int) -> Counter[C
     try:
         with serving_in(group, log) as server:
             generate(server, num_streams)  # what is usual
-            pids = {"engine": server.engine_pid(), "front end": server.pid}
+            pids = {"engine": server.engine_pid(), "front end": server.pid, "telemetry": server.telemetry_pid()}
             since_ns = time.monotonic_ns()
             if group is not None:
                 for name, pid in pids.items():

@@ -75,7 +75,7 @@ class _FactsElsewhere:
         self._forwarder = Forwarder(lambda: output.num_dropped, is_traced=is_traced)
         self.hub = self._forwarder.hub
         self.set_engine_info = self._forwarder.set_engine_info
-        self.hub.on_write_returned = loop_waits.glance
+        self.hub.on_write_returned, self.hub.on_step_read = loop_waits.glance, loop_waits.note_message
         hear_interruptions(gc_pauses, loop_waits, LiveInterruptions(), self._forwarder.note_interruption)
 
     def instruments(self, client: AsyncEngine, checker: GrammarChecker, more_keys: str) -> Instruments:

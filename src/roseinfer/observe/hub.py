@@ -142,6 +142,7 @@ class Hub(Observer):
     def __init__(self, observers: Iterable[Observer], max_delay_s: float = 0.0) -> None:
         """With `max_delay_s`, facts wait so long at most; they must then come on an event loop."""
         self.spent_ns = 0  # by all observers
+        self.on_step_read: Callable[[int], None] = lambda _: None  # called with the moment of its end, at once
         self.on_write_returned: Callable[[int], None] = lambda _: None  # called with the moment, at once
         self._max_delay_s = max_delay_s
         self._observers = [(observer, _heard_by(observer)) for observer in observers]
@@ -169,6 +170,7 @@ class Hub(Observer):
         self._deliver([("on_refusal", (code,))])
 
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
+        self.on_step_read(record.end_ns)
         self._facts.append(("on_step", (record, advanced)))
         self._num_steps += 1
         if not self._max_delay_s or self._num_steps >= MAX_STEPS:

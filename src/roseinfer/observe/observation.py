@@ -110,7 +110,7 @@ class Observation:
     def listen(self, gc_pauses: GcPauses, loop_waits: LoopWaits) -> None:
         """Hears what interrupts this process, which is the front end; rendering the metrics is one of the things."""
         self.flight.listen(gc_pauses, loop_waits, self.metrics, self.attribution.interruptions)
-        self.hub.on_write_returned = loop_waits.glance
+        self.hub.on_write_returned, self.hub.on_step_read = loop_waits.glance, loop_waits.note_message
 
     def note_interruption(self, cause: Cause, start_ns: int, end_ns: int) -> None:
         """Notes what interrupted the front end, which is another process."""

@@ -118,6 +118,8 @@ class LoopWaits:
         self._looked_ns = 0
         self._computed_ns = 0  # by the thread, until then
         self._rested_ns = 0  # since then: it waited for sockets
+        self._rest_ns, self._ready_ns = 0, 0  # when it last began to wait for sockets, and when one was ready
+        self._delayed_ns = 0  # that the last look found it without a core
 
     def selector(self) -> selectors.BaseSelector:
         """For the loop that is to be watched; called in its thread."""
@@ -137,25 +139,39 @@ class LoopWaits:
         computed_ns = self._cpu_clock()
         missing_ns = now_ns - self._looked_ns - self._rested_ns - (computed_ns - self._computed_ns)
         throttled_ns, waited_ns = self._waits.look(now_ns, missing_ns)
+        self._delayed_ns = throttled_ns + waited_ns
         stopped_ns = missing_ns - throttled_ns - waited_ns
         self._looked_ns, self._computed_ns, self._rested_ns = now_ns, computed_ns, 0
         stopped_ns = stopped_ns if stopped_ns >= _LOOP_NOTED_NS else 0
         if stopped_ns or throttled_ns or waited_ns:
             begun_ns = now_ns - waited_ns - throttled_ns
-            stop = Stop(begun_ns - stopped_ns, begun_ns, now_ns - waited_ns, now_ns)
-            for listener in self.listeners:
-                listener(stop)
+            self._tell(Stop(begun_ns - stopped_ns, begun_ns, now_ns - waited_ns, now_ns))
+
+    def _tell(self, stop: Stop) -> None:
+        for listener in self.listeners:
+            listener(stop)
 
     def rest(self, select: Callable[[], _Events]) -> _Events:
         """Looks before and after a wait for sockets, which is no stop; a delay of the waking is one."""
         begin_ns = self._clock()
         self.glance(begin_ns)
+        self._delayed_ns = 0
         try:
             return select()
         finally:
             end_ns = self._clock()
             self._rested_ns += end_ns - begin_ns
             self.glance(end_ns)
+            self._rest_ns, self._ready_ns = begin_ns, end_ns - self._delayed_ns
+
+    def note_message(self, sent_ns: int) -> None:
+        """Notes a message that has just been read, and the moment with which its sender stamped it.
+
+        While the loop rested the message was not there: its sender had not got so far. That is no work of the loop.
+        """
+        begin_ns = max(sent_ns, self._rest_ns)
+        if self._ready_ns - begin_ns >= _EVERY_NS:
+            self._tell(Stop(begin_ns, self._ready_ns, self._ready_ns, self._ready_ns))
 
 
 class _WatchedSelector(selectors.DefaultSelector):

@@ -161,6 +161,24 @@ def test_waiting_for_sockets_is_no_stop_and_waking_late_is_one(loop: Loop, monke
     assert loop.heard == [Stop(127 * MS, 127 * MS, 127 * MS, 130 * MS)]
 
 
+def test_what_a_message_lacked_while_the_loop_rested_is_its_senders(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It rests from 90 to 110 ms, wakes 3 ms late, and reads a message that was stamped at 95, when it was not sent."""
+
+    def select(*_: object) -> list[object]:
+        loop.pass_by(20, computing=0.02, waited=3)
+        return []
+
+    monkeypatch.setattr(selectors.DefaultSelector, "select", select)
+    loop.selector.select(1)
+    loop.heard.clear()
+    loop.waits.note_message(106 * MS + MS // 2)
+    assert loop.heard == [], "as late as messages are"
+    loop.waits.note_message(95 * MS)
+    assert loop.heard == [Stop(95 * MS, 107 * MS, 107 * MS, 107 * MS)]
+
+
 def test_it_does_not_look_again_within_a_millisecond(loop: Loop) -> None:
     loop.pass_by(0.9)
     loop.waits.glance(int(90.9 * MS))
