@@ -146,7 +146,9 @@ async def test_one_that_hangs_for_long_counts_as_dead(
 ) -> None:
     monkeypatch.setattr(process_module, "HANG_S", 0.2)
     async with front() as server:
+        monkeypatch.setattr(process_module, "START_S", 60.0)
         await server.page()
+        monkeypatch.setattr(process_module, "START_S", 0.2)
         server.signal(signal.SIGSTOP)
         run_some(server.traffic, 1)
         monkeypatch.setattr(process_module, "LOOK_INTERVAL_S", 0.05)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,7 +32,8 @@ from roseinfer.runtime.child_process import end_process, start_process
 RESTART_WINDOW_S = 600.0  # in which there is one restart: what kills two in succession will kill a third
 PAGE_TIMEOUT_S = 3.0  # for a page of metrics
 LEDGER_TIMEOUT_S = 0.25  # an answer waits for it
-HANG_S = 10.0  # without an answer, after which it counts as dead
+HANG_S = 10.0  # without an answer though it had a core, after which it counts as dead
+START_S = 60.0  # likewise, before its first answer
 LOOK_INTERVAL_S = 2.0
 CLOSE_TIMEOUT_S = 1.5  # in which it takes the last facts and exports its spans
 
@@ -81,6 +83,7 @@ class TelemetryProcess:
         self._launching: asyncio.Task[None] | None = None
         self._take_over: TakeOver
         self._watching: asyncio.Task[None] | None = None
+        self._launched_s = 0.0
         self._is_closing = False
 
     @property
@@ -115,7 +118,7 @@ class TelemetryProcess:
         link = Link(self._replies, _refuse, self._on_lost, forwarder.cut, self._resume)
         ours.setblocking(False)
         await asyncio.get_running_loop().create_connection(lambda: link, sock=ours)
-        self._link = link
+        self._link, self._launched_s = link, time.monotonic()
         setup = Setup(self._config, self._more_keys, [port.fileno() for port in self._ports])
         link.send(msgspec.msgpack.encode(setup))
         self._resume()
@@ -140,19 +143,24 @@ class TelemetryProcess:
         self._launching = asyncio.create_task(self._launch(), name="telemetry")
 
     async def _watch(self) -> None:
-        """Ends a process that hangs, so that there is another one."""
-        heard_s = time.monotonic()
+        """Ends a process that hangs, so that there is another one. One that only waits for a core does not hang."""
+        judged: subprocess.Popen[bytes] | None = None
+        heard_s = limit_s = 0.0
         while True:
             await asyncio.sleep(LOOK_INTERVAL_S)
-            link = self._link
+            process, link = self._process, self._link
+            if process is None or link is None:
+                continue
+            if process is not judged:
+                judged, limit_s = process, START_S
+                heard_s = self._launched_s
             with contextlib.suppress(TimeoutError, NotReady):
-                if link is not None:
-                    await link.ask("ready", timeout_s=LOOK_INTERVAL_S)
-                heard_s = time.monotonic()
-            if time.monotonic() - heard_s > HANG_S and self._process is not None:
-                _log.error("the telemetry process has not answered for %g s and is ended", HANG_S)
-                self._process.kill()
-                heard_s = time.monotonic()
+                await link.ask("ready", timeout_s=LOOK_INTERVAL_S)
+                heard_s, limit_s = time.monotonic() - _waited_s(process.pid), HANG_S
+            if time.monotonic() - _waited_s(process.pid) - heard_s > limit_s:
+                _log.error("the telemetry process has not answered for %g s and is ended", limit_s)
+                process.kill()
+                heard_s = math.inf
 
     async def close(self) -> None:
         """Sends the last facts and waits a little for its exit."""
@@ -216,6 +224,14 @@ class TelemetryProcess:
     async def _look(self, _: bytes) -> bytes:
         self._forwarder.catch_up()
         return self._forwarder.present(self._report_queue())
+
+
+def _waited_s(pid: int) -> float:
+    """How long a process has been ready to run and had no core, where the system counts that."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def _replace(
