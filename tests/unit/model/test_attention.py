@@ -281,13 +281,14 @@ def test_a_token_gets_the_same_bits_in_every_batch(
     assert torch.equal(steps.run((0, range(70)), (3, range(80, 200)))[1], among_others[2][80:])
 
 
-def test_the_number_of_threads_changes_no_bit(make_backend: MakeBackend) -> None:
+@every_cache_type
+def test_the_number_of_threads_changes_no_bit(make_backend: MakeBackend, cache_type: CacheType) -> None:
     spec = spec_of(4, 2, 64)
     sequence = random_sequence(spec, 150, 0, torch.bfloat16)
     results = []
     for num_threads in (1, 3):
         torch.set_num_threads(num_threads)
-        cache = make_cache(spec, 10, 16, torch.bfloat16)
+        cache = make_cache(spec, 10, 16, torch.bfloat16, cache_type)
         results.append(Steps(make_backend(cache, spec), shuffled_table(1, 10), {0: sequence}).run_alone(0, (0, 7, 150)))
     assert torch.equal(*results)
 

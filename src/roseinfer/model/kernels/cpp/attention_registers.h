@@ -114,6 +114,12 @@ struct BFloat16OfBytes : BFloat16 {
 #endif
 };
 
+// Whether a line of memory has to be asked for at this number of a page; steps of wider numbers take a line or more.
+template <class Number>
+constexpr bool begins_line(const Number*, int64_t at) {
+    return sizeof(Number) > 1 || at % 64 == 0;
+}
+
 // scores[row][lane] = q[row] . k[lane], of registers first_vector.. of a tile
 template <class Type, int NUM_ROWS, int NUM_VECTORS, bool JOINS>
 [[gnu::noinline]] void score_block(const Call& call, const Tile<typename Type::Number>& tile,
@@ -136,7 +142,7 @@ template <class Type, int NUM_ROWS, int NUM_VECTORS, bool JOINS>
     const int64_t stride = block_size * Type::STEP;
     for (int64_t dim = 0, at = 0; dim < head_dim; dim += Type::STEP, at += stride) {
         typename Type::Vector b[NUM_VECTORS];
-        if (next)
+        if (next && begins_line(next_keys[0], at))
             for (int vector = 0; vector < NUM_VECTORS; vector++) prefetch_to_level2(next_keys[vector] + at);
         for (int vector = 0; vector < NUM_VECTORS; vector++) {
             if constexpr (JOINS)
@@ -174,7 +180,8 @@ template <class Type, int NUM_ROWS, int NUM_VECTORS, bool IS_HALF>
             typename Type::Vector b[NUM_VECTORS];
             for (int vector = 0; vector < NUM_VECTORS; vector++) {
                 const Number* from = values + vector * LANES * Type::STEP;
-                if (next_values) prefetch_to_level2(next_values + vector * LANES * Type::STEP);
+                if (next_values && begins_line(next_values, vector * LANES * Type::STEP))
+                    prefetch_to_level2(next_values + vector * LANES * Type::STEP);
                 if constexpr (IS_HALF)
                     b[vector] = Type::load_half(from);
                 else
