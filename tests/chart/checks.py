@@ -212,8 +212,6 @@ def mounts_have_volumes(release: Rendered) -> list[str]:
         volumes = {volume["name"] for volume in spec.get("volumes", [])}
         mounts = container.get("volumeMounts", [])
         complaints += [f"{name}: no volume {each['name']}" for each in mounts if each["name"] not in volumes]
-        paths = [each["mountPath"] for each in mounts]
-        complaints += [f"{name}: two mounts at {path}" for path in sorted({p for p in paths if paths.count(p) > 1})]
     maps = {found["metadata"]["name"] for found in release.of("ConfigMap")}
     for name, pod in pods(release):
         named = [volume["configMap"]["name"] for volume in pod["spec"].get("volumes", []) if "configMap" in volume]
@@ -256,6 +254,27 @@ def routes_speak_as_pods_do(release: Rendered) -> list[str]:
     return complaints
 
 
+def lists_have_no_twins(release: Rendered) -> list[str]:
+    """An API server merges these lists by a key, and refuses, applied on its side, two items that have the same."""
+    keys = {"env": "name", "volumeMounts": "mountPath", "ports": "name"}
+    lists = [
+        (f"{name}: {field}", [item[key] for item in container.get(field, [])])
+        for name, container, _ in containers(release)
+        for field, key in keys.items()
+    ]
+    for name, pod in pods(release):
+        spec = pod["spec"]
+        lists.append((f"{name}: volumes", [volume["name"] for volume in spec.get("volumes", [])]))
+        lists.append((name, [each["name"] for each in [*spec.get("initContainers", []), *spec["containers"]]]))
+    lists += [
+        (f"Service/{service['metadata']['name']}", [port["name"] for port in service["spec"]["ports"]])
+        for service in release.of("Service")
+    ]
+    return [
+        f"{where} has {name} twice" for where, names in lists for name in sorted(set(names)) if names.count(name) > 1
+    ]
+
+
 def names_fit(release: Rendered) -> list[str]:
     """Names that become labels or hosts have 63 characters at most."""
     kinds = {"Service", "Deployment", "Job", "Pod"}
@@ -279,5 +298,6 @@ CHECKS: tuple[Check, ...] = (
     mounts_have_volumes,
     any_keda_accepts_the_fallback,
     routes_speak_as_pods_do,
+    lists_have_no_twins,
     names_fit,
 )

@@ -138,10 +138,13 @@ DOCTORED: list[tuple[Check, str, Doctor]] = [
     (checks.mounts_have_volumes, "default", lambda r: r.objects.remove(r.one("ConfigMap", "-scripts"))),
     (checks.mounts_have_volumes, "api-keys", lambda r: edit_config(r, "server", api_key_file="/elsewhere")),
     (
-        checks.mounts_have_volumes,
+        checks.lists_have_no_twins,
         "default",
         lambda r: r.server["volumeMounts"].append({"name": "tmp", "mountPath": "/models"}),
     ),
+    (checks.lists_have_no_twins, "default", lambda r: r.server["env"].append({"name": "HF_HOME", "value": "/a"})),
+    (checks.lists_have_no_twins, "default", lambda r: r.pod["spec"]["volumes"].append({"name": "tmp", "emptyDir": {}})),
+    (checks.lists_have_no_twins, "profiling", lambda r: r.pod["spec"]["initContainers"][0].update(name="server")),
     (
         checks.pods_are_restricted,
         "profiling",

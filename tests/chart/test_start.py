@@ -51,7 +51,7 @@ class Pod:
                 return status
         except urllib.error.HTTPError as error:
             return error.code
-        except (urllib.error.URLError, ConnectionError):
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
             return 0
 
 

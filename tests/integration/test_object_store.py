@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import logging
 import os
+import sys
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -17,7 +18,7 @@ from huggingface_hub import constants
 
 from roseinfer.bench.load.launcher import free_port
 from roseinfer.errors import ConfigError
-from roseinfer.model import downloads
+from roseinfer.model import downloads, object_store
 from roseinfer.model.checkpoint import resolve_checkpoint
 from tests.integration.object_store import Store, running_store
 
@@ -206,6 +207,12 @@ async def test_a_store_that_is_busy_is_asked_again(store: Proxy) -> None:
     assert content_of(await fetched()) == NEEDED
 
 
+async def test_googles_store_is_asked_in_the_same_way(store: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "_GOOGLE", os.environ["AWS_ENDPOINT_URL"])
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    assert content_of(await fetched(f"gs://{BUCKET}/{FOLDER}")) == NEEDED
+
+
 async def test_what_has_changed_is_fetched_alone(store: Proxy) -> None:
     await fetched()
     changed = {name: content for name, content in NEEDED.items() if name != "empty.txt"} | {"config.json": b'{"b": 1}'}
@@ -238,6 +245,12 @@ async def test_a_copy_serves_while_the_store_does_not(
 )
 async def test_what_is_not_there_is_refused_in_a_sentence(store: Proxy, address: str, told: str) -> None:
     assert told in await refusal(address)
+
+
+async def test_without_the_extra_it_says_so(store: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "botocore", None)
+    monkeypatch.setitem(sys.modules, "botocore.exceptions", None)
+    assert await refusal() == f"{ADDRESS} needs the extra s3: pip install 'roseinfer[s3]'."
 
 
 async def test_without_keys_it_says_so(store: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,16 +45,16 @@ def fetch(address: str, *, has_weights: bool) -> Path:
 
     Raises ConfigError, in one sentence, about `model.path`.
     """
-    try:
-        import botocore.exceptions as boto_errors
-    except ImportError:
-        _refuse(f"{address} needs the extra s3: pip install 'roseinfer[s3]'.")
     folder = Path(constants.HF_HOME) / "roseinfer" / hashlib.sha256(address.encode()).hexdigest()[:16]
     is_whole = folder / "whole"  # written when all files are here, so that they serve without the store
     if constants.HF_HUB_OFFLINE:
         if not is_whole.exists():
             _refuse(f"{address} cannot be fetched: HF_HUB_OFFLINE is set, and no copy is in {folder}.")
         return folder / "model"
+    try:
+        import botocore.exceptions as boto_errors
+    except ImportError:
+        _refuse(f"{address} needs the extra s3: pip install 'roseinfer[s3]'.")
     try:
         store = _Store(address)
         listed = store.files()

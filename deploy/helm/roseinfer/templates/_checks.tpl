@@ -76,11 +76,7 @@ of spans (less than two). The grace period has to outlast their sum, or the kube
 {{- fail (printf "podLabels.%s is one of the labels by which Services, the PodDisruptionBudget and monitors find the pods" $name) }}
 {{- end }}
 {{- end }}
-{{- range $index, $container := .Values.extraContainers }}
-{{- if eq $container.name "server" }}
-{{- fail (printf "extraContainers[%d].name is server, which the chart's own container has" $index) }}
-{{- end }}
-{{- end }}
+{{- include "roseinfer.checkTwins" . }}
 {{- $names := list }}
 {{- range $index, $variable := .Values.env }}
 {{- if has $variable.name $names }}
@@ -137,6 +133,43 @@ of spans (less than two). The grace period has to outlast their sum, or the kube
 {{- end }}
 {{- if and .Values.tracing.enabled (not .Values.tracing.endpoint) }}
 {{- fail "tracing.enabled needs tracing.endpoint" }}
+{{- end }}
+{{- end }}
+
+{{/* Of two items of a name an API server refuses the list, or takes one of them. */}}
+{{- define "roseinfer.checkTwins" -}}
+{{- $taken := list "server" "fetch-model" "wait-for-model" }}
+{{- range $list := list "initContainers" "extraContainers" }}
+{{- range $index, $container := get $.Values $list | default list }}
+{{- if has $container.name $taken }}
+{{- fail (printf "%s[%d].name is %s, which another container has" $list $index $container.name) }}
+{{- end }}
+{{- $taken = append $taken $container.name }}
+{{- end }}
+{{- end }}
+{{- $taken = list "config" "tmp" "scripts" "models" "source" "shm" "keys" "tls" "captures" }}
+{{- range $index, $volume := .Values.extraVolumes }}
+{{- if has $volume.name $taken }}
+{{- fail (printf "extraVolumes[%d].name is %s, which another volume has" $index $volume.name) }}
+{{- end }}
+{{- $taken = append $taken $volume.name }}
+{{- end }}
+{{- $taken = list "/tmp" "/scripts" "/etc/roseinfer/config.yaml" "/etc/roseinfer/keys" "/etc/roseinfer/tls" (.Values.modelCache.mountPath | trimSuffix "/") }}
+{{- if .Values.shm.enabled }}
+{{- $taken = append $taken "/dev/shm" }}
+{{- end }}
+{{- with (include "roseinfer.source" . | fromYaml).mount }}
+{{- $taken = append $taken . }}
+{{- end }}
+{{- if .Values.profiling.enabled }}
+{{- $taken = append $taken "/captures" }}
+{{- end }}
+{{- range $index, $mount := .Values.extraVolumeMounts }}
+{{- $path := $mount.mountPath | default "" | trimSuffix "/" }}
+{{- if has $path $taken }}
+{{- fail (printf "extraVolumeMounts[%d].mountPath is %s, where something else is mounted" $index $path) }}
+{{- end }}
+{{- $taken = append $taken $path }}
 {{- end }}
 {{- end }}
 

@@ -56,7 +56,8 @@ exec:
   value: {{ .Values.modelCache.mountPath | quote }}
 {{- end }}
 {{- /* What is here already is all that there is: the server asks nobody whether there is something newer. */}}
-{{- if and (or .Values.modelCache.readOnly (include "roseinfer.fetchesItself" .)) (not (has "HF_HUB_OFFLINE" $given)) }}
+{{- $isFetched := eq (include "roseinfer.source" . | fromYaml).kind "fetched" }}
+{{- if and (or .Values.modelCache.readOnly $isFetched) (not (has "HF_HUB_OFFLINE" $given)) }}
 - name: HF_HUB_OFFLINE
   value: "1"
 {{- end }}
