@@ -102,9 +102,9 @@ def measure(model: Path, precision: str, path: str, cache: Path) -> Figures:
                 time.sleep(0.1)
             ready_s = time.monotonic() - began
             peak = max(peak, _proportional_mb(server.pid))
-            while not (packed := list(cache.glob("*.packed"))):
+            while not (packed := list(cache.glob("*.packed"))) or "startup_s" not in server.log():
                 if time.monotonic() > began + TIMEOUT_S:
-                    raise LaunchFailed(f"no weights were kept: {server.log()[-600:]}")
+                    raise LaunchFailed(f"no weights were kept, or no line says *ready on*: {server.log()[-600:]}")
                 peak = max(peak, _proportional_mb(server.pid))
                 time.sleep(0.1)
             processor_s = sum(map(_processor_seconds, family_of(server.pid)))
