@@ -165,7 +165,7 @@ def test_grafana_finds_dashboards_sources_and_the_trace_of_an_exemplar(services:
     by_uid = {source["uid"]: source for source in read("grafana", "datasources", "sources.yaml")["datasources"]}
     (link,) = by_uid["prometheus"]["jsonData"]["exemplarTraceIdDestinations"]
     assert by_uid[link["datasourceUid"]]["type"] == "tempo"
-    assert link["name"] in Exemplar(0.0, 0, "a" * 32, 1).labels
+    assert link["name"] in Exemplar(0.0, 0, "a" * 32, 1, 1).labels
     assert "--enable-feature=exemplar-storage" in services["prometheus"]["command"]
     assert by_uid["prometheus"]["jsonData"]["timeInterval"] == read("prometheus.yml")["global"]["scrape_interval"]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.proto.metrics.v1.metrics_pb2 import ExponentialHistogramDataPoint, Metric
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from roseinfer.bench.load.launcher import free_port
@@ -87,6 +88,15 @@ def test_a_request_is_a_span_under_its_caller_with_its_parts(
     assert collector.resource()["service.name"] == "roseinfer"
 
 
+def durations(collector: ReceivingCollector) -> list[ExponentialHistogramDataPoint]:
+    metric = collector.metrics().get("roseinfer_request_duration_seconds", Metric())
+    return list(metric.exponential_histogram.data_points)
+
+
+def is_counted(point: ExponentialHistogramDataPoint) -> bool:
+    return bool(point.count and point.exemplars)
+
+
 @pytest.mark.parametrize(("listen", "protocol"), [(receiving, ""), (receiving_grpc, "grpc")], ids=["http", "grpc"])
 def test_the_environment_alone_is_enough(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch, listen: Listen, protocol: str
@@ -95,12 +105,18 @@ def test_the_environment_alone_is_enough(
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
         monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "k8s.pod.name=pod-1")
+        monkeypatch.setenv("OTEL_METRICS_EXPORTER", "otlp")
+        monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "200")
         server = start_server()
         complete(server, traceparent=f"00-{PARENT_TRACE}-{PARENT_SPAN}-01", tracestate="vendor=1")
+        (whole,) = requests_of(collector.wait_for(lambda spans: bool(requests_of(spans))))
+        with collector.arrived:  # what has the lowest priority may not get to it in the moment that the exit gives
+            assert collector.arrived.wait_for(lambda: any(map(is_counted, durations(collector))), PATIENCE_S)
         assert server.stop() == 0
-    (whole,) = requests_of(collector.spans())
     assert (whole.trace_id.hex(), whole.trace_state) == (PARENT_TRACE, "vendor=1")
     assert collector.resource()["k8s.pod.name"] == "pod-1"
+    (duration,) = filter(is_counted, durations(collector))
+    assert (duration.count, duration.exemplars[0].span_id) == (1, whole.span_id)
 
 
 def test_logs_carry_the_trace_id(start_server: StartServer, collector: ReceivingCollector) -> None:
@@ -135,14 +151,17 @@ def test_an_exemplar_that_prometheus_stored_names_a_trace_that_the_collector_got
     assert all(len(trace_id) == 32 for trace_id in linked)
 
 
-def test_a_dead_collector_does_not_delay_the_exit(start_server: StartServer) -> None:
+def test_a_dead_collector_does_not_delay_the_exit(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.5")
     server = start_server("--tracing.endpoint", f"http://127.0.0.1:{free_port()}", "--tracing.ratio", "1")
     for _ in range(3):
         complete(server)
+    deadline = time.monotonic() + PATIENCE_S
+    while "the collector does not take spans" not in server.log():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     assert server.stop(signal.SIGTERM) == 0
     log = server.log()
-    assert "the collector does not take spans" in log
-    assert "spans were lost" in log
     assert "Traceback" not in log
 
 
@@ -160,7 +179,6 @@ def test_a_collector_that_never_answers_does_not_delay_the_exit(
         complete(server)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(limit_s) == 0
-    assert "spans were lost" in server.log()
 
 
 def test_an_endpoint_that_is_none_ends_the_start(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Builds a server's observers from its configuration and connects them."""
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -99,6 +100,12 @@ class Observation:
 
             made = make_tracing(config, version, self.metrics, self.attribution, exporters, environment)
             self._tracing.append(made)
+        self._metrics_exports = []
+        if exporters := otel.exporter_names("metrics", None, environment):
+            from roseinfer.observe.metrics.otlp import make_metrics_export  # imports the SDK
+
+            name = config.served_model_name
+            self._metrics_exports.append(make_metrics_export(self.metrics, name, version, exporters, environment))
         summaries = Logs(observe.log_summary_interval_s)
         # The recorder is first: a gap that the others find to be too slow is then in what they freeze.
         observers = [self.flight, self.attribution, self.metrics, *self.capture.observers, summaries, *self._tracing]
@@ -141,7 +148,11 @@ class Observation:
         return [{} if timeline is None else self.attribution.decode_ns(timeline) for timeline in timelines]
 
     def close(self) -> None:
-        """Delivers what waits to the observers, and spans as far as the flush timeout of tracing allows."""
+        """Delivers what waits to the observers, and spans and metrics as far as the flush timeout allows."""
         self.hub.catch_up()
-        for observer in self._tracing:
-            observer.close()
+        closes = [each.close for each in self._tracing] + [each.close for each in self._metrics_exports]
+        closing = [threading.Thread(target=close) for close in closes]
+        for thread in closing:  # at once: each may take as long as the exit may wait
+            thread.start()
+        for thread in closing:
+            thread.join()

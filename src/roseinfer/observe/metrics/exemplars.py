@@ -30,13 +30,14 @@ class Exemplar(msgspec.Struct, frozen=True, gc=False):
     at_ns: int  # when it was known
     trace_id: str
     step_id: int | None  # that ended it
+    span_id: int  # of the request
     label_values: tuple[str, ...] = ()  # of its metric's own labels
 
     @property
     def labels(self) -> dict[str, str]:
-        """At most 70 characters of the 128 that OpenMetrics allows."""
+        """At most 93 characters of the 128 that OpenMetrics allows."""
         step = {} if self.step_id is None else {"step_id": str(self.step_id)}
-        return {"trace_id": self.trace_id, **step}
+        return {"trace_id": self.trace_id, "span_id": f"{self.span_id:016x}", **step}
 
 
 class ExemplarShelf:
@@ -57,27 +58,27 @@ class ExemplarShelf:
         self.newest = [None if kept and kept.trace_id == trace_id else kept for kept in self.newest]
 
 
-def of_gap(timeline: RequestTimeline, index: int, step_id: int | None) -> Exemplar:
+def of_gap(timeline: RequestTimeline, index: int, step_id: int | None, span_id: int) -> Exemplar:
     """Returns the exemplar of the inter-token latency that ended with token `index` >= 1."""
     start_ns, end_ns = timeline.token_ns[index - 1], timeline.token_ns[index]
-    return Exemplar((end_ns - start_ns) / NS_PER_S, end_ns, timeline.trace_id, step_id)
+    return Exemplar((end_ns - start_ns) / NS_PER_S, end_ns, timeline.trace_id, step_id, span_id)
 
 
-def of_request(timeline: RequestTimeline, step_id_of: StepIdOf) -> Iterator[tuple[str, Exemplar]]:
+def of_request(timeline: RequestTimeline, step_id_of: StepIdOf, span_id: int) -> Iterator[tuple[str, Exemplar]]:
     """Yields metric and exemplar for each bucket in which a request that has ended was counted."""
     tokens = timeline.token_ns
     first_token_ns = intervals.time_to_first_token_ns(timeline)
     if first_token_ns is not None:
         step_id, at_ns = step_id_of(tokens[0]), timeline.write_ns[0]
         value_s, streamed = first_token_ns / NS_PER_S, is_streamed(timeline)
-        yield TIME_TO_FIRST_TOKEN, Exemplar(value_s, at_ns, timeline.trace_id, step_id, streamed)
+        yield TIME_TO_FIRST_TOKEN, Exemplar(value_s, at_ns, timeline.trace_id, step_id, span_id, streamed)
     duration_ns = intervals.request_duration_ns(timeline)
     if duration_ns is not None:
         step_id = step_id_of(tokens[-1]) if tokens else None
         value_s = duration_ns / NS_PER_S
-        yield REQUEST_DURATION, Exemplar(value_s, timeline.end_ns, timeline.trace_id, step_id, api(timeline))
+        yield REQUEST_DURATION, Exemplar(value_s, timeline.end_ns, timeline.trace_id, step_id, span_id, api(timeline))
     for index in _newest_in_each_bucket(tokens):
-        yield INTER_TOKEN_LATENCY, of_gap(timeline, index, step_id_of(tokens[index]))
+        yield INTER_TOKEN_LATENCY, of_gap(timeline, index, step_id_of(tokens[index]), span_id)
 
 
 def _newest_in_each_bucket(token_ns: Sequence[int]) -> list[int]:

@@ -208,17 +208,18 @@ class Metrics(Collector, WriteObserver):
 
     def collect(self) -> Iterator[Metric]:
         """Yields one family after the other, all of one moment."""
-        for row, values, exemplars in self._snapshot():
+        for row, values, exemplars in self.snapshot():
             yield _family(row, values, self._model_name, exemplars)
 
     def _encode_protobuf(self, _: Collector) -> bytes:
         pieces = []
-        for row, values, exemplars in self._snapshot():
+        for row, values, exemplars in self.snapshot():
             labels = {"model_name": self._model_name} if row.is_per_model else {}
             pieces.append(protobuf.encode_family(row, values, exemplars, labels))
         return b"".join(pieces)
 
-    def _snapshot(self) -> list[tuple[Row, Values, Exemplars]]:
+    def snapshot(self) -> list[tuple[Row, Values, Exemplars]]:
+        """Returns every metric that is shown, all of one moment."""
         with self._lock:
             self._count_collections()
             state = self._state

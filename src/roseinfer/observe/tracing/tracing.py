@@ -114,7 +114,7 @@ class Tracing(Observer):
         insort(context.slow_gaps, found, key=lambda slow: -slow.duration_ns)
         del context.slow_gaps[MAX_GAP_EVENTS:]
         if index > 0:
-            exemplar = exemplars.of_gap(timeline, index, step_id)
+            exemplar = exemplars.of_gap(timeline, index, step_id, context.span_id)
             self._metrics.put_exemplars([(exemplars.INTER_TOKEN_LATENCY, exemplar)])
         self._note_slow_step(step_id)
 
@@ -125,7 +125,7 @@ class Tracing(Observer):
         is_admitted = self._export.admit()
         self._spans.of_request(timeline, context)
         if is_admitted:
-            found = exemplars.of_request(timeline, self._step_id_of)
+            found = exemplars.of_request(timeline, self._step_id_of, context.span_id)
             self._metrics.put_exemplars(list(found))
         elif context.slow_gaps:
             self._metrics.forget_exemplars(timeline.trace_id)

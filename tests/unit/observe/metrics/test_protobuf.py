@@ -96,7 +96,7 @@ def test_the_page_says_what_the_text_says() -> None:
 
 def test_native_buckets_hold_what_the_others_hold_and_exemplars_are_in_both() -> None:
     metrics = busy_metrics()
-    metrics.put_exemplars([(INTER_TOKEN_LATENCY, Exemplar(0.06, 5, "a" * 32, 4))])
+    metrics.put_exemplars([(INTER_TOKEN_LATENCY, Exemplar(0.06, 5, "a" * 32, 4, 9))])
     for family in decoded(metrics.render(ACCEPT)[0]):
         for metric in family.metric if family.type == 4 else ():
             found = metric.histogram
@@ -104,7 +104,8 @@ def test_native_buckets_hold_what_the_others_hold_and_exemplars_are_in_both() ->
             if family.name == INTER_TOKEN_LATENCY:
                 (classic,) = [bucket.exemplar for bucket in found.bucket if bucket.HasField("exemplar")]
                 assert [classic] == list(found.exemplars)
-                assert {label.name: label.value for label in classic.label} == {"trace_id": "a" * 32, "step_id": "4"}
+                labels = {label.name: label.value for label in classic.label}
+                assert labels == {"trace_id": "a" * 32, "span_id": "0000000000000009", "step_id": "4"}
                 assert (classic.value, classic.timestamp.seconds > 1_700_000_000) == (0.06, True)
 
 

@@ -1,0 +1,208 @@
+"""Exports the metrics of the catalogue over OTLP, where OTEL_METRICS_EXPORTER asks for it.
+
+The SDK has no instrument for a histogram that was counted elsewhere, and ours are; so the data points are made here,
+all of one moment as a scrape's are, and its exporters send them.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from opentelemetry.sdk.metrics import Exemplar
+from opentelemetry.sdk.metrics.export import (
+    AggregationTemporality,
+    Buckets,
+    ExponentialHistogram,
+    ExponentialHistogramDataPoint,
+    Gauge,
+    HistogramDataPoint,
+    Metric,
+    MetricExporter,
+    MetricExportResult,
+    MetricsData,
+    NumberDataPoint,
+    ResourceMetrics,
+    ScopeMetrics,
+    Sum,
+)
+from opentelemetry.sdk.metrics.export import Histogram as ExplicitHistogram
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+from roseinfer.errors import ConfigError
+from roseinfer.observe import otel
+from roseinfer.observe.metrics.catalogue import VLLM_NAMES, Row
+from roseinfer.observe.metrics.histogram import SCHEMA, Histogram
+from roseinfer.observe.metrics.metrics import Metrics
+from roseinfer.observe.metrics.protobuf import Exemplars, Values
+
+_TEMPORALITY = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
+_AGGREGATION = "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION"
+_AGGREGATIONS = ("base2_exponential_bucket_histogram", "explicit_bucket_histogram")  # the default is the first
+_DEFAULT_INTERVAL_MS, _DEFAULT_TIMEOUT_MS = "60000", "30000"  # as in the SDK
+_UNITS = {"seconds": "s", "ratio": "1", "": ""}
+_CUMULATIVE = AggregationTemporality.CUMULATIVE
+_UNKNOWN: Any = None  # the least and the greatest value, which the protocol lets one leave out
+
+
+class Points:
+    """Makes data points of what metrics hold."""
+
+    def __init__(self, resource: Resource, version: str, model_name: str, *, is_exponential: bool) -> None:
+        """`is_exponential`: histograms have exponential buckets, else those by bounds."""
+        self._resource = resource
+        self._scope = InstrumentationScope("roseinfer", version)
+        self._model_name = model_name
+        self._is_exponential = is_exponential
+        self._start_ns = time.time_ns()
+
+    def of(self, snapshot: Iterable[tuple[Row, Values, Exemplars]]) -> MetricsData:
+        """Returns what an exporter takes. The rows under vLLM's names are left out: pickers scrape them."""
+        now_ns = time.time_ns()
+        rows = [each for each in snapshot if each[0].name not in VLLM_NAMES]
+        metrics = [self._metric(row, values, exemplars, now_ns) for row, values, exemplars in rows]
+        scoped = ScopeMetrics(self._scope, metrics, schema_url="")
+        return MetricsData([ResourceMetrics(self._resource, [scoped], schema_url="")])
+
+    def _metric(self, row: Row, values: Values, exemplars: Exemplars, now_ns: int) -> Metric:
+        constant = {"model_name": self._model_name} if row.is_per_model else {}
+        names = [label.name for label in row.labels]
+        data: Any
+        if row.kind == "info":
+            labels = {name: str(value) for (name,), value in values.items()}
+            data = Gauge([self._number({**constant, **labels}, 1, now_ns)] if values else [])
+        elif row.kind == "histogram":
+            make = self._exponential if self._is_exponential else self._explicit
+            points: list[Any] = [
+                make(constant | dict(zip(names, child, strict=True)), value, exemplars.get(child, ()), now_ns)
+                for child, value in values.items()
+                if isinstance(value, Histogram)
+            ]
+            kind = ExponentialHistogram if self._is_exponential else ExplicitHistogram
+            data = kind(points, _CUMULATIVE)
+        else:
+            numbers = [
+                self._number(constant | dict(zip(names, child, strict=True)), value, now_ns)
+                for child, value in values.items()
+                if isinstance(value, int | float)
+            ]
+            data = Gauge(numbers) if row.kind == "gauge" else Sum(numbers, _CUMULATIVE, is_monotonic=True)
+        return Metric(row.name, row.help, _UNITS.get(row.unit, f"{{{row.unit}}}"), data)
+
+    def _number(self, labels: Mapping[str, str], value: float, now_ns: int) -> NumberDataPoint:
+        return NumberDataPoint(labels, self._start_ns, now_ns, value)
+
+    def _exponential(
+        self, labels: Mapping[str, str], values: Histogram, exemplars: Sequence[Any | None], now_ns: int
+    ) -> ExponentialHistogramDataPoint:
+        """OpenTelemetry numbers a bucket by its lower bound, we and Prometheus by its upper one."""
+        first = min(values.exponents, default=1)
+        counts = [values.exponents.get(index, 0) for index in range(first, max(values.exponents, default=0) + 1)]
+        return ExponentialHistogramDataPoint(
+            labels,
+            self._start_ns,
+            now_ns,
+            count=sum(values.counts),
+            sum=values.total,
+            scale=SCHEMA,
+            zero_count=values.num_zeros,
+            positive=Buckets(first - 1, counts),
+            negative=Buckets(0, []),
+            flags=0,
+            min=_UNKNOWN,
+            max=_UNKNOWN,
+            exemplars=_exemplars(exemplars),
+        )
+
+    def _explicit(
+        self, labels: Mapping[str, str], values: Histogram, exemplars: Sequence[Any | None], now_ns: int
+    ) -> HistogramDataPoint:
+        return HistogramDataPoint(
+            labels,
+            self._start_ns,
+            now_ns,
+            count=sum(values.counts),
+            sum=values.total,
+            bucket_counts=values.counts,
+            explicit_bounds=values.bounds,
+            min=_UNKNOWN,
+            max=_UNKNOWN,
+            exemplars=_exemplars(exemplars),
+        )
+
+
+def _exemplars(found: Sequence[Any | None]) -> list[Exemplar]:
+    made = []
+    for exemplar in found:
+        if exemplar is not None:
+            labels = dict(exemplar.labels)
+            trace_id, span_id = (int(labels.pop(name), 16) for name in ("trace_id", "span_id"))
+            made.append(Exemplar(labels, exemplar.value, int(exemplar.timestamp * 1e9), span_id, trace_id))
+    return made
+
+
+class MetricsExport:
+    """The thread that exports, every so often and a last time when it is closed."""
+
+    def __init__(
+        self,
+        exporters: Sequence[MetricExporter],
+        collect: Callable[[], MetricsData],
+        interval_s: float,
+        timeout_ms: float,
+    ) -> None:
+        self._exporters = exporters
+        self._collect = collect
+        self._interval_s = interval_s
+        self._timeout_ms = timeout_ms
+        self._failures = otel.Failures("metrics")
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="roseinfer-otel-metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Exports a last time, as far as the flush timeout allows."""
+        otel.close_within(otel.FLUSH_TIMEOUT_S, self._shut_down, self._exporters)
+        self._failures.close()
+
+    def _shut_down(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        for exporter in self._exporters:
+            exporter.shutdown()
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._interval_s):
+            self._export()
+        self._export()
+
+    def _export(self) -> None:
+        data = self._collect()
+        for exporter in self._exporters:
+            result = exporter.export(data, timeout_millis=self._timeout_ms)
+            self._failures.note(is_taken=result is MetricExportResult.SUCCESS)
+
+
+def make_metrics_export(
+    metrics: Metrics, model_name: str, version: str, exporter_names: Iterable[str], environment: otel.Environment
+) -> MetricsExport:
+    """Returns the running export to what `otel.exporter_names` gives. Raises ConfigError."""
+    _, temporality = otel.given(environment, _TEMPORALITY)
+    if temporality.lower() not in {"", "cumulative"}:
+        raise ConfigError(f"{temporality!r} is not cumulative, as all counts here are", param=_TEMPORALITY)
+    _, aggregation = otel.given(environment, _AGGREGATION)
+    aggregation = aggregation.lower() or _AGGREGATIONS[0]
+    if aggregation not in _AGGREGATIONS:
+        raise ConfigError(f"{aggregation!r} is none of {', '.join(_AGGREGATIONS)}", param=_AGGREGATION)
+    exporters = otel.make_exporters("metrics", exporter_names, None, environment)
+    is_exponential = aggregation == _AGGREGATIONS[0]
+    points = Points(otel.make_resource(version), version, model_name, is_exponential=is_exponential)
+    _, interval_ms = otel.given(environment, "OTEL_METRIC_EXPORT_INTERVAL")
+    _, timeout_ms = otel.given(environment, "OTEL_METRIC_EXPORT_TIMEOUT")
+    return MetricsExport(
+        exporters,
+        lambda: points.of(metrics.snapshot()),
+        float(interval_ms or _DEFAULT_INTERVAL_MS) / 1e3,
+        float(timeout_ms or _DEFAULT_TIMEOUT_MS),
+    )
