@@ -108,7 +108,8 @@ def measure(model: Path, precision: str, path: str, cache: Path) -> Figures:
                 peak = max(peak, _proportional_mb(server.pid))
                 time.sleep(0.1)
             processor_s = sum(map(_processor_seconds, family_of(server.pid)))
-            stages = _stages(server.log())
+            while not (stages := _stages(server.log())):  # logged just after `/readyz` says 200
+                time.sleep(0.1)
             figures = {"ready_s": ready_s, "weights_s": stages["weights"], "warmup_s": stages["warmup"]}
             figures |= {"processor_s": processor_s, "all_mb": peak}
             engine_mb = resident_mb(server.engine_pid(), "VmHWM")
@@ -119,10 +120,9 @@ def measure(model: Path, precision: str, path: str, cache: Path) -> Figures:
 
 
 def _stages(log: str) -> dict[str, float]:
-    """The seconds of each stage of the start, from the line that says *ready on*."""
-    facts: dict[str, float] = next(
-        record["startup_s"] for record in map(json.loads, log.splitlines()) if "startup_s" in record
-    )
+    """The seconds of each stage of the start, from the line that says *ready on*; empty before it."""
+    records = (json.loads(line) for line in log.splitlines() if line.endswith("}"))
+    facts: dict[str, float] = next((record["startup_s"] for record in records if "startup_s" in record), {})
     return facts
 
 
