@@ -90,8 +90,8 @@ def test_an_option_with_several_values_takes_them_with_blanks_between(monkeypatc
 def test_everyday_options_have_short_names() -> None:
     short = {option.short_flag for option in options().values()} - {None}
     everyday = (
-        "model served-model-name dtype quantization chat-template device host port ops-port max-num-seqs "
-        "max-model-len api-key-file log-level"
+        "model served-model-name dtype kv-cache-dtype quantization chat-template device host port ops-port "
+        "max-num-seqs max-model-len api-key-file log-level"
     )
     assert short == {f"--{name}" for name in shlex.split(everyday)}
 
