@@ -25,6 +25,7 @@ from roseinfer.observe.telemetry.receiver import Receiver
 from roseinfer.runtime.child_process import live_as_child
 from roseinfer.runtime.file_watch import WATCH_INTERVAL_S
 from roseinfer.runtime.frames import receive_frame
+from roseinfer.runtime.niceness import FRONT_END_NICENESS, TELEMETRY_NICENESS, be_nicer
 from roseinfer.server.app import LOAD_PATH, build_ops_app, build_runner
 from roseinfer.server.connection.api_keys import ApiKeys
 from roseinfer.server.ops import debug, profile
@@ -95,6 +96,7 @@ async def _ops_port(setup: Setup, receiver: Receiver, link: Link, observation: O
     if keys is not None and keys.path is not None:
         watching = asyncio.create_task(keys.files.watch(keys.read, keys.replace, WATCH_INTERVAL_S))
     listening = [await runner.listen_at(socket.socket(fileno=descriptor)) for descriptor in setup.ports]
+    be_nicer(TELEMETRY_NICENESS - FRONT_END_NICENESS)  # sooner, it would not get through its imports beside a load
     try:
         yield
     finally:

@@ -5,6 +5,7 @@ import contextlib
 import json
 import subprocess
 import time
+import urllib.error
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -91,9 +92,20 @@ async def load(url: str) -> AsyncIterator[list[Answer]]:
 
 def wait_until_streaming(replica: Server) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
-    while not replica.metrics()["roseinfer_http_inflight_streams"]:
+    while not num_streams(replica):
         assert time.monotonic() < deadline, replica.log()
         time.sleep(0.01)
+
+
+def num_streams(replica: Server) -> float:
+    """Under way; none while metrics, which come later than the answers, say 503."""
+    try:
+        return replica.metrics()["roseinfer_http_inflight_streams"]
+    except urllib.error.HTTPError as error:
+        if error.code != 503:
+            raise
+        error.close()
+        return 0.0
 
 
 def restart(replica: Server, again: contextlib.AbstractContextManager[Server], stack: contextlib.ExitStack) -> Server:

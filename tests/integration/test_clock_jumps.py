@@ -15,6 +15,8 @@ from tests.integration.live_server import live
 SOURCE = Path(__file__).parents[2] / "src" / "roseinfer"
 MAY_ASK_FOR_THE_DATE = {
     *("bench", "observe"),
+    "batch/lines.py",  # `created` of an answer
+    "engine/kv_events.py",  # the date of a message
     "server/ops/probes.py",  # `created` of a model
     "text/templates.py",  # templates may write it into a prompt
     "server/exchange.py",  # how late a load generator was against its own schedule

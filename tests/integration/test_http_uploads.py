@@ -3,7 +3,7 @@
 import asyncio
 import json
 
-from roseinfer.server.service import SERVICE
+from roseinfer.server.port import PORT
 from tests.integration.test_http_debug import Operations, operations
 from tests.integration.test_http_idle import NEVER_S, answer_to
 
@@ -26,7 +26,7 @@ async def test_an_upload_that_stalls_is_answered_408() -> None:
 
 async def test_uploads_count_among_the_bodies_that_are_held() -> None:
     async with operations(body_timeout_s=NEVER_S, max_bodies_mib=1) as port:
-        room = port.app[SERVICE].body_budget
+        room = port.app[PORT].body_budget
         _, writer = await connect(port)
         writer.write(HEAD + MANY_BYTES * b"a")
         while room.num_bytes < MANY_BYTES:  # noqa: ASYNC110  # the server's, without an event

@@ -29,7 +29,7 @@ from roseinfer.model.kernels.library import (
     processor_flags,
     sources,
 )
-from roseinfer.runtime.niceness import TELEMETRY_NICENESS, be_nicer
+from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
 
 EXIT_USAGE = 2
 EXIT_ENGINE = 70
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_child(name: str, fd: int) -> int:
     if name == "telemetry":
-        be_nicer(TELEMETRY_NICENESS)  # before it imports
+        be_nicer(FRONT_END_NICENESS)  # before it imports; when it serves it becomes nicer
         from roseinfer.observing import telemetry_main
 
         return telemetry_main(fd)

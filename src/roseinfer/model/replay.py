@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from roseinfer.model.attention.base import Attend
 from roseinfer.model.kernels.library import Kernels
@@ -112,7 +113,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if np.prod(shape):
                 return self._memory.empty(shape, dtype)
         result = func(*args, **kwargs)
-        if func.is_view:
+        if not func._schema.is_mutable and _is_view(result, (args, kwargs)):  # noqa: SLF001
             return result
         self.end_calls()
         self.alive.append((args, kwargs, result))
@@ -123,6 +124,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self.is_repeatable = False
         return result
+
+
+def _is_view(result: object, arguments: object) -> bool:
+    """Whether all of a result lies in memory of the arguments.
+
+    The operator does not say: `to` and `reshape` are views where they need not copy, and in inference mode they come
+    as they are.
+    """
+    given = {
+        tensor.untyped_storage().data_ptr() for tensor in tree_leaves(arguments) if isinstance(tensor, torch.Tensor)
+    }
+    made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
+    return bool(made) and all(tensor.untyped_storage().data_ptr() in given for tensor in made)
 
 
 def _copy_of(repeat: Callable[[], torch.Tensor], to: torch.Tensor) -> None:
