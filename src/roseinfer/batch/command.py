@@ -17,6 +17,7 @@ from roseinfer.config.options import Config
 from roseinfer.errors import ConfigError, InvalidRequest
 from roseinfer.observe.gaps import intervals
 from roseinfer.records import RequestTimeline
+from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
 
 _REPORT_INTERVAL_S = 2.0
 
@@ -147,6 +148,7 @@ async def answer_all(file: Path, num_lines: int, journal: Journal, config: Confi
     with show_loading(config.model.path) as on_progress:
         engine = LineEngine(config, on_progress=on_progress)
         await engine.start()
+    be_nicer(FRONT_END_NICENESS if config.engine.transport == "process" else 0)
     try:
         lines, tally.began_ns = chain([first], lines), time.monotonic_ns()
         with Progress(f"answering {file}", total=num_lines) as progress:
