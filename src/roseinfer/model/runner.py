@@ -214,7 +214,8 @@ class ModelRunner:
             step = self._staging.stage(batch, watch)
         with watch("forward"):
             hidden = self._hidden(step)
-            starts = step.packed.query_starts
+            # Of the batch's rows: in the packed ones the drafted tokens of a sequence are one row.
+            starts = np.cumsum(np.append(np.int32(0), batch.num_new_tokens), dtype=np.int32)
             scores = self._score(hidden, starts, batch.scored) if batch.scored else None
             pooled = pool(self._model, hidden, batch.pooled, starts) if batch.pooled else ()
             if pooled and all(any(each.row == row for each in batch.pooled) for row in batch.samples.nonzero()[0]):
