@@ -5,12 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
-from roseinfer.engine.core.batch import OWN_FAULT, ScheduledBatch, SlotBinding
+from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT, ScheduledBatch, ScoredRow, SlotBinding
 from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingParams
 from roseinfer.model.kernels.library import levels_here
@@ -330,3 +331,33 @@ def test_logprobs_come_along() -> None:
     told = result.logprobs[1]
     assert told is not None
     assert (told.logprob, told.rank, told.top_token_ids, told.top_logprobs) == (-0.5, 2, [8, 3], [-0.25, -0.5])
+
+
+def test_a_prompt_is_scored_beside_drafted_tokens_as_it_is_alone(make_player: MakePlayer) -> None:
+    """Drafted tokens are rows of the batch, and one row with their sequence where rows are packed."""
+    prompt = np.array(prompt_of(20, seed=1), np.int32)
+    found = []
+    for num_drafts in (0, 3):
+        player = make_player(Shape())
+        player.admit(0, prompt_of(9))
+        player.run(0, 2)
+        player.admit(1, prompt.tolist())
+        slots, lengths = [0] * (1 + num_drafts) + [1], [1] * (1 + num_drafts) + [len(prompt)]
+        player.sequences[0].token_ids += [5] * num_drafts
+        batch = player._batch([0, 1], {0: 1 + num_drafts, 1: len(prompt)})
+        drafted = np.array([NO_TOKEN, *[5] * num_drafts, NO_TOKEN], np.int32)
+        start = int(batch.starts[0])
+        rows = msgspec.structs.replace(
+            batch,
+            slots=np.array(slots, np.int32),
+            starts=np.array([*range(start, start + 1 + num_drafts), 0], np.int32),
+            num_new_tokens=np.array(lengths, np.int32),
+            samples=np.ones(len(slots), np.bool_),
+            num_device_rows=0,
+            token_ids=np.concatenate([np.array(player.sequences[0].token_ids[start:], np.int32), prompt]),
+            drafted=drafted if num_drafts else None,
+            scored=(ScoredRow(1 + num_drafts, prompt[1:], 1),),
+        )
+        [scores] = player.runner.launch(rows).wait().scores
+        found.append([part.tobytes() for part in msgspec.structs.astuple(scores)])
+    assert found[0] == found[1]
