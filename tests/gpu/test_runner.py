@@ -1,7 +1,10 @@
 """The runner on a GPU: the same tokens with graphs and without, whatever the schedule; and what a step allocates."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -9,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
-from roseinfer.engine.core.batch import ScheduledBatch
+from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.messages import SamplingParams
 from roseinfer.model.attention.triton import TritonAttention
 from roseinfer.model.device_stream import graph_sizes
-from roseinfer.model.runner import ModelRunner, load_runner
+from roseinfer.model.runner import ModelRunner, load_runner, masked_draw, prompt_batch
 from roseinfer.records import LifecycleState
 from tests.gpu.conftest import NUM_BLOCKS, NUM_SLOTS, LoadRunner
 from tests.unit.model.driver import Ask, Driver, Plan
@@ -234,6 +237,59 @@ def test_a_step_is_launched_before_the_one_before_is_done(load: LoadRunner, mode
         is_first_done = launched[0]._event.query()  # type: ignore[attr-defined]
         assert [len(step.wait().token_ids) for step in launched] == [2, 2]
     assert not is_first_done
+
+
+KINDS_OF_SAMPLING = {
+    "greedy": GREEDY,
+    "drawn": SamplingParams(seed=1),
+    "temperature": SamplingParams(temperature=0.7, seed=1),
+    "top_k": SamplingParams(top_k=5, seed=1),
+    "top_p": SamplingParams(top_p=0.9, seed=1),
+    "min_p": SamplingParams(min_p=0.05, seed=1),
+    "of Qwen3": SamplingParams(temperature=0.6, top_k=20, top_p=0.95, seed=1),
+    "presence": SamplingParams(presence_penalty=0.5, seed=1),
+    "frequency": SamplingParams(frequency_penalty=0.5, seed=1),
+    "repetition": SamplingParams(repetition_penalty=1.1, seed=1),
+    "biases": SamplingParams(logit_bias={3: 1.0, 7: -100.0}, seed=1),
+    "min_tokens": SamplingParams(min_tokens=9, max_tokens=20, stop_token_ids=(5,), seed=1),
+    "logprobs": SamplingParams(num_logprobs=0, seed=1),
+    "likeliest": SamplingParams(num_logprobs=3, seed=1),
+}
+
+
+@contextmanager
+def waits_are_errors() -> Iterator[None]:
+    """Whatever of torch makes the host wait for the device raises: an item, a blocking copy, a boolean index."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("mode", ["startup", "off"])
+@pytest.mark.parametrize("kind", [*KINDS_OF_SAMPLING, "all", "grammar"])
+def test_no_kind_of_sampling_waits_for_the_device(load: LoadRunner, mode: str, kind: str) -> None:
+    """With all graphs captured and without one: binding slots, a prompt's step, and decode steps one after another."""
+    runner = load(cuda_graphs=mode)
+    params = [*KINDS_OF_SAMPLING.values()] if kind == "all" else [KINDS_OF_SAMPLING.get(kind, GREEDY)] * 2
+    prompt = np.arange(8, dtype=np.int32)
+    bindings = tuple(SlotBinding(slot, each, len(prompt), (7,), prompt) for slot, each in enumerate(params))
+    slots = list(range(len(params)))
+    steps = [prompt_batch(len(prompt), len(prompt), 1, bindings[:1])]
+    steps += [msgspec.structs.replace(decode_batch(slots, len(prompt)), bindings=bindings[1:])]
+    steps += [decode_batch(slots, len(prompt) + later) for later in (1, 2, 3)]
+    if kind == "grammar":
+        steps = [masked_draw(NUM_SLOTS, runner.vocab_size)] * 3
+    for step in steps:  # what is compiled, or taken from the allocator, at first is not what is asked here
+        runner.launch(step).wait()
+    launched = []
+    for step in steps:
+        with waits_are_errors():
+            launched.append(runner.launch(step))
+        launched[-1].wait()
+    assert [len(each.wait().token_ids) for each in launched] == [int(step.samples.sum()) for step in steps]
 
 
 def test_who_waits_for_a_step_does_not_wait_for_the_next(load: LoadRunner) -> None:

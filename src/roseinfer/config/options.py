@@ -215,8 +215,8 @@ class RunnerConfig:
     attention: Literal["auto", "native", "gathered", "reference", "triton", "flashinfer"] = option(
         "auto",
         "Attention backend. On a CPU `auto` takes `native`, the compiled kernel, where it was built, else `gathered`, "
-        "plain torch; on CUDA it takes `flashinfer` where that is installed, else `triton`. `reference` is slow and "
-        "simple.",
+        "plain torch; on CUDA it takes `flashinfer` where that is installed and works, else `triton`. `reference` is "
+        "slow and simple.",
     )
     kernels: Literal[
         "auto",

@@ -5,6 +5,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Literal, Protocol
 
@@ -21,6 +22,7 @@ Parts = Sequence[torch.Tensor]  # of a weight [outputs, inputs], one below the o
 Pack = Callable[[list[torch.Tensor]], None]  # writes to pieces uint8, which are zeros
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+_TRITON_FLOOR = (3, 4)  # that of the extra `cuda` in pyproject.toml
 _MAX_EXACT_BFLOAT16_THREADS = 8
 _WEIGHT_BYTES_PER_THREAD = 16 << 20
 _BLOCK_BYTES = 64 << 20  # of address space; pages that are not written take no memory
@@ -29,13 +31,31 @@ _CACHE_LINE_BYTES = 64
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that `auto`, `cpu` or `cuda` means. Raises ConfigError for `cuda` without a usable GPU."""
+    """The device that `auto`, `cpu` or `cuda` means.
+
+    Raises ConfigError for `cuda` without a usable GPU, and for a GPU beside a Triton that the kernels cannot use.
+    """
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
         raise ConfigError(
             "No CUDA device can be used here; choose --device cpu or install torch for CUDA.", param="runner.device"
         )
-    return torch.device("cuda" if has_cuda and name != "cpu" else "cpu")
+    if not has_cuda or name == "cpu":
+        return torch.device("cpu")
+    _check_triton()
+    return torch.device("cuda")
+
+
+def _check_triton() -> None:
+    if find_spec("triton") is None:
+        return
+    version = import_module("triton").__version__
+    if tuple(map(int, version.split(".")[:2])) < _TRITON_FLOOR:
+        raise ConfigError(
+            f"Triton {version} is too old for the kernels, which need {'.'.join(map(str, _TRITON_FLOOR))} or newer: "
+            "torch 2.8 is the first to bring one. Upgrade torch, or choose --device cpu.",
+            param="runner.device",
+        )
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

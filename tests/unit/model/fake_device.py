@@ -68,7 +68,10 @@ class LateStream(Stream):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.copied_words.append(source.numel())
-        self._queue.append(lambda: target.copy_(source))
+        self.queue(lambda: target.copy_(source))
+
+    def queue(self, work: Callable[[], object]) -> None:
+        self._queue.append(work)
         if not self._is_late:
             self.run_until(self.num_queued)
 

@@ -1,6 +1,10 @@
 """Device, dtype, threads and the kind of linear as configured; memory that is used again."""
 
 import os
+import sys
+from contextlib import nullcontext
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 import torch
@@ -33,6 +37,20 @@ def test_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda")
     assert resolve_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [("3.3.1", True), ("3.4.0", False), ("3.10.0+git1", False)])
+def test_a_triton_that_the_kernels_cannot_use_is_named(
+    monkeypatch: pytest.MonkeyPatch, version: str, is_refused: bool
+) -> None:
+    triton = ModuleType("triton")
+    triton.__spec__ = ModuleSpec("triton", None)
+    vars(triton)["__version__"] = version
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"Triton 3\.3\.1 .* need 3\.4 or newer") if is_refused else nullcontext():
+        resolve_device("cuda")
+    assert resolve_device("cpu") == torch.device("cpu"), "a CPU has no use for it"
 
 
 @pytest.mark.parametrize(("has_bf16", "has_amx"), [(True, False), (False, True), (False, False)])

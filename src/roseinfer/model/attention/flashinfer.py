@@ -3,13 +3,18 @@
 FlashInfer plans a step on the host, from lengths, before it runs; a captured graph has no host and no lengths. So steps
 of single tokens go through `TritonAttention`, which a graph can hold, and steps with a longer row, which run outside of
 graphs in any case, through FlashInfer, whose kernels are faster there.
+
+A wrapper of FlashInfer writes its plan to pinned memory of its own, from where it is copied in the stream. A host that
+is a step ahead would write the next plan over one that has not been copied. So each step takes the other of two
+wrappers, and a wrapper plans again only after an event behind its last plan, which a host one step ahead finds passed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from subprocess import SubprocessError
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +23,7 @@ from roseinfer.engine.core.batch import Int32Array
 from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
 from roseinfer.model.attention.triton import TritonAttention
+from roseinfer.model.device_stream import Event, Stream
 from roseinfer.model.kv_cache import KVCache
 from roseinfer.model.triton_kernels.paging import heads_of, pages_of, step_of
 from roseinfer.model.triton_kernels.varlen import append
@@ -25,6 +31,11 @@ from roseinfer.model.triton_kernels.varlen import append
 _HEAD_DIMS = (64, 128, 256)
 _DTYPES = (torch.float16, torch.bfloat16)
 _WORKSPACE_BYTES = 128 << 20  # as its documentation recommends
+# Of FlashInfer's import, compiler and calls: a library that is missing or of another version may raise any of these.
+_FAILURES = (
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
+    *(SubprocessError, SyntaxError, TypeError, ValueError),
+)
 
 
 def refusal(spec: AttentionSpec, dtype: torch.dtype) -> str | None:
@@ -40,14 +51,24 @@ def refusal(spec: AttentionSpec, dtype: torch.dtype) -> str | None:
     return None
 
 
+class _Planner(NamedTuple):
+    """A wrapper of FlashInfer, and a mark behind the copy of its last plan."""
+
+    wrapper: Any
+    planned: Event
+
+
 class FlashInferAttention:
     """Attention over a head-major cache `[blocks, kv_heads, block_size, head_dim]`, FlashInfer's layout HND."""
 
     name = "flashinfer"
     is_capturable = True
 
-    def __init__(self, cache: KVCache, spec: AttentionSpec) -> None:
-        """Raises ConfigError where FlashInfer is not installed, or does not support the shape of the model's heads."""
+    def __init__(self, cache: KVCache, spec: AttentionSpec, new_event: Callable[[], Event] | None = None) -> None:
+        """Raises ConfigError where FlashInfer is not installed, fails, or does not support the shape of the heads.
+
+        `new_event` makes marks in the stream that FlashInfer copies in; None: in the current one.
+        """
         reason = refusal(spec, cache.dtype) if find_spec("flashinfer") else "FlashInfer is not installed."
         if reason is not None:
             raise ConfigError(f"{reason} runner.attention can be triton.", param="runner.attention")
@@ -55,24 +76,58 @@ class FlashInferAttention:
         self._spec = spec
         self._heads = heads_of(spec)
         self._single = TritonAttention(cache, spec)
-        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=cache.keys[0].device)
-        flashinfer = import_module("flashinfer")
-        self._wrappers: Mapping[int | None, Any] = {
-            window: flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, kv_layout="HND")
-            for window in set(spec.windows)
-        }
+        self._device = cache.keys[0].device
+        self._turn = 0
+        try:
+            self._turns = self._new_planners(new_event or self._new_event)
+            self._try_out()
+        except _FAILURES as error:
+            sentence = f"FlashInfer fails here with {type(error).__name__}: {_first_line(error)}"
+            raise ConfigError(f"{sentence}; runner.attention can be triton.", param="runner.attention") from error
+
+    def _new_event(self) -> Event:
+        if self._device.type == "cpu":
+            return Stream().new_event()
+        event: Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        return event
+
+    def _new_planners(self, new_event: Callable[[], Event]) -> Sequence[Mapping[int | None, _Planner]]:
+        """By turn and by window. All share one workspace, which the stream's order protects."""
+        wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
+        workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self._device)
+        return [
+            {window: _Planner(wrapper(workspace, kv_layout="HND"), new_event()) for window in set(self._spec.windows)}
+            for _ in range(2)
+        ]
+
+    def _try_out(self) -> None:
+        """Run one token over the last block: what cannot be compiled or run here fails now, and not in a stream."""
+        last_block = len(self._cache.keys[0]) - 1
+        self._plan([np.array(numbers, np.int32) for numbers in ([0, 1], [0, 1], [last_block], [1])])
+        shape = (1, self._spec.num_heads, self._spec.head_dim)
+        q = torch.zeros(shape, dtype=self._cache.keys[0].dtype, device=self._device)
+        for planner in self._turns[self._turn].values():
+            planner.wrapper.run(q, (self._cache.keys[0], self._cache.values[0]), out=torch.empty_like(q))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def prepare(self, tokens: PackedTokens) -> Attend:
         """Reads both the host's and the device's side of the step."""
         if tokens.max_query_len == 1:
             return self._single.prepare(tokens)
-        page_starts, pages, last_page_lens = page_index(tokens, self._cache.block_size)
-        for window, wrapper in self._wrappers.items():
-            wrapper.plan(
-                torch.from_numpy(tokens.query_starts),
-                torch.from_numpy(page_starts),
-                torch.from_numpy(pages),
-                torch.from_numpy(last_page_lens),
+        self._plan([tokens.query_starts, *page_index(tokens, self._cache.block_size)])
+        return partial(self._attend, tokens)
+
+    def _plan(self, index: Sequence[Int32Array]) -> None:
+        """Plan a step in the planners of the other turn; `index` is its query starts and its page index."""
+        self._turn ^= 1
+        # Pinned, since a copy out of other memory may wait for all that was queued before.
+        on_host = [torch.from_numpy(numbers) for numbers in index]
+        on_host = [numbers.pin_memory() if self._device.type == "cuda" else numbers for numbers in on_host]
+        for window, planner in self._turns[self._turn].items():
+            planner.planned.synchronize()
+            planner.wrapper.plan(
+                *on_host,
                 self._spec.num_heads,
                 self._spec.num_kv_heads,
                 self._spec.head_dim,
@@ -83,7 +138,7 @@ class FlashInferAttention:
                 q_data_type=self._cache.keys[0].dtype,
                 kv_data_type=self._cache.keys[0].dtype,
             )
-        return partial(self._attend, tokens)
+            planner.planned.record()
 
     def _attend(
         self, tokens: PackedTokens, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -92,10 +147,15 @@ class FlashInferAttention:
         num_tokens = int(tokens.query_starts[-1])
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         append(step_of(q, k, v, out), pages_of(self._cache, layer), tokens.device, self._heads)
-        wrapper = self._wrappers[self._spec.windows[layer]]
+        wrapper = self._turns[self._turn][self._spec.windows[layer]].wrapper
         cache = (self._cache.keys[layer], self._cache.values[layer])
         wrapper.run(q[:num_tokens], cache, out=out[:num_tokens])
         return out.flatten(1)
+
+
+def _first_line(error: BaseException) -> str:
+    """Of a message that may be a compiler's output of many lines."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message").rstrip(".")
 
 
 def page_index(tokens: PackedTokens, block_size: int) -> tuple[Int32Array, Int32Array, Int32Array]:

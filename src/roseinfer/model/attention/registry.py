@@ -1,5 +1,6 @@
 """Attention backends by name, and the one that `auto` takes. To add one: write its file, and add its case here."""
 
+import logging
 from importlib.util import find_spec
 
 from roseinfer.errors import ConfigError
@@ -10,6 +11,8 @@ from roseinfer.model.attention.reference import ReferenceAttention
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.kv_cache import KVCache
 
+_log = logging.getLogger(__name__)
+
 
 def choose_attention(
     name: str, cache: KVCache, spec: AttentionSpec, kernels: Kernels | None, *, batch_invariant: bool = False
@@ -18,10 +21,10 @@ def choose_attention(
 
     `batch_invariant` selects among a GPU's backends: a CPU's are batch-invariant.
     """
-    is_on_cuda = cache.keys[0].device.type == "cuda"
+    is_on_cuda = _is_on_cuda(cache)
     if name == "auto" and is_on_cuda:
-        name = _best_on_cuda(spec, cache, batch_invariant)
-    elif name == "auto":
+        return _best_on_cuda(cache, spec, batch_invariant)
+    if name == "auto":
         name = "native" if kernels is not None and NativeAttention.can_compute(spec) else "gathered"
     if name in {"triton", "flashinfer"} and not is_on_cuda:
         raise _refusal(f"`{name}` runs on CUDA only")
@@ -47,12 +50,18 @@ def choose_attention(
         raise _refusal(f"`{name}` cannot be imported: {error}") from None
 
 
-def _best_on_cuda(spec: AttentionSpec, cache: KVCache, batch_invariant: bool) -> str:
-    if batch_invariant or find_spec("flashinfer") is None:
-        return "triton"
-    from roseinfer.model.attention.flashinfer import refusal
+def _is_on_cuda(cache: KVCache) -> bool:
+    return cache.keys[0].device.type == "cuda"
 
-    return "triton" if refusal(spec, cache.dtype) else "flashinfer"
+
+def _best_on_cuda(cache: KVCache, spec: AttentionSpec, batch_invariant: bool) -> AttentionBackend:
+    """FlashInfer where it is installed and works, with a log line where it does not; else Triton's kernels alone."""
+    if find_spec("flashinfer") is not None and not batch_invariant:
+        try:
+            return choose_attention("flashinfer", cache, spec, None)
+        except ConfigError as error:
+            _log.warning("attention runs in Triton's kernels alone: %s", error.message)
+    return choose_attention("triton", cache, spec, None, batch_invariant=batch_invariant)
 
 
 def _native(cache: KVCache, spec: AttentionSpec, kernels: Kernels | None) -> AttentionBackend:
