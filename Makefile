@@ -15,7 +15,7 @@ VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 IMAGE ?= roseinfer:$(VERSION)-$(DEVICE)
 
 .NOTPARALLEL:
-.PHONY: help setup image serve test test-gpu lint type fmt bench bench-peers bench-gpu
+.PHONY: help setup image serve test test-gpu lint type fmt bench bench-peers bench-gpu first-hour triton-matrix
 .PHONY: bench-streaming docs counts constraints chart dashboards dashboard-preview loadtest audit soak
 
 help: ## list the verbs
@@ -64,6 +64,9 @@ test: lint type ## everything that must hold: lint, types, tests; one at a time 
 test-gpu: ## the tests that need a GPU, offline, with the Python that is given: PYTHON=python3 make test-gpu
 	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH $(PYTHON) -m pytest -c tests/gpu/pytest.ini --rootdir $(CURDIR) tests/gpu $(ARGS)
 
+triton-matrix: setup ## the CUDA kernels with each Triton from the floor to the newest, compiled and interpreted; ARGS="--versions 3.4.0"
+	$(BIN)/python tools/triton_matrix.py $(ARGS)
+
 fmt: setup ## format, and fix what can be fixed
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
@@ -74,8 +77,11 @@ bench: setup ## all CPU benchmarks into docs/benchmarks/cpu.md, half an hour; AR
 bench-peers: ## install the rivals that `make bench` compares with, into PEERS_DIR
 	PYTHON=$(PYTHON) benchmarks/peers/setup.sh $(PEERS_DIR)
 
-bench-gpu: ## the GPU's benchmarks, offline, with the Python that is given: PYTHON=python3 make bench-gpu
+first-hour: ## tests, sanitizer, benchmarks and rivals on a new GPU, offline, into docs/benchmarks/gpu.md: PYTHON=python3 make first-hour
 	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH $(PYTHON) -m benchmarks.suite gpu $(ARGS)
+
+bench-gpu: ## the GPU's benchmarks alone: PYTHON=python3 make bench-gpu
+	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH $(PYTHON) -m benchmarks.suite gpu --parts roofs,block_info,streams,decode,bursts,served $(ARGS)
 
 bench-streaming: .venv/.kernels ## 64 streams, 20 ms apart, 128 tokens each, through the engine
 	$(BIN)/roseinfer bench streaming --prompt Hello --pretok --num-requests 64 --submit-interval-ms 20 --submit-schedule absolute --max-batch-size 64 --prefill-max-batch-size 64 --max-new-tokens 128 --no-stop-on-eos --no-prefix-cache --stream-interval 8 $(ARGS)

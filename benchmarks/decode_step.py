@@ -144,9 +144,11 @@ def main() -> int:
     with protocol.own_session_raised() as is_raised, ExitStack() as stack:
         commands = commands_of(arguments, make(arguments.model))
         subjects, descriptions, failures = start_subjects(stack, commands, arguments.out.with_suffix(".log"))
-        cases = [measure_case(subjects, *case, plan_of(*case, arguments)) for case in cases_of(arguments)]
-    results = {"subjects": descriptions, "failures": failures, "is_raised": is_raised, "cases": cases}
-    sitting.write(arguments.out, results)
+        cases: list[dict[str, Any]] = []
+        results = {"subjects": descriptions, "failures": failures, "is_raised": is_raised, "cases": cases}
+        for case in cases_of(arguments):
+            cases.append(measure_case(subjects, *case, plan_of(*case, arguments)))
+            sitting.write(arguments.out, results)  # what is there when the time is over is kept
     return 0 if any(name.startswith("transformers") for name in descriptions) else 1
 
 

@@ -17,12 +17,13 @@ import jinja2
 
 from benchmarks import requirements, roofs
 from benchmarks.figures import Spread, medians
+from benchmarks.gpu import performance_model
 from benchmarks.requirements import PRECISIONS, REFERENCE, Results, decode_ms, stream_figure
 from benchmarks.workloads import GPT2_WORKLOADS, QWEN3_WORKLOADS
 
 PARTS = {
     "cpu": ("roofs", "decode", "served", "peers", "linears", "start", "speculation", "mixed", "qwen3"),
-    "gpu": ("roofs", "block_info", "streams", "decode", "bursts"),
+    "gpu": ("tests", "sanitizer", "roofs", "block_info", "streams", "decode", "bursts", "served"),
 }
 STREAM_FIGURES = [
     *("tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "ITL p50", "ITL p95", "ITL p99", "Submit lag p99"),
@@ -38,8 +39,12 @@ def load_parts(suite: str, directory: Path) -> Parts:
     return {part: json.loads(file.read_text()) for part, file in files.items() if file.is_file()}
 
 
-def page(suite: str, parts: Parts) -> str:
+def page(suite: str, parts: Parts, failures: Mapping[str, str] | None = None) -> str:
+    """The text of a page; `failures` are parts that did not end well, each with what became of it."""
     results = {part: content["results"] for part, content in parts.items()}
+    gpu = gpu_of(parts)
+    known = performance_model.of_device(gpu.get("name", ""))
+    predicted = performance_model.predictions(known) if known else {}
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)  # noqa: S701 - it makes Markdown
     environment.filters |= {
         "number": number,
@@ -52,15 +57,18 @@ def page(suite: str, parts: Parts) -> str:
     text = environment.from_string(TEMPLATE.read_text()).render(
         suite=suite,
         parts=parts,
+        failed_parts=failures or {},
         results=results,
-        gpu=gpu_of(parts),
+        gpu=gpu,
+        predicted=predicted,
         rivals={name: version for part in results.values() for name, version in part.get("versions", {}).items()},
-        required=requirements.of_cpu(results) if suite == "cpu" else list(requirements.of_gpu(results)),
+        required=requirements.of_cpu(results) if suite == "cpu" else list(requirements.of_gpu(results, predicted)),
         rival=next((name for name in results.get("decode", {}).get("subjects", ()) if is_reference(name)), REFERENCE),
         decode_ms=partial(decode_ms, results),
-        decode_cell=partial(decode_cell, results),
+        decode_cell=partial(decode_cell, results, known),
         phases=partial(phases, results),
         stream_figures=STREAM_FIGURES,
+        summarised=requirements.summarised,
         stream_figure=lambda *of: stream_figure(results, *of[:3], is_first=of[3]),
         served_rows=sorted(
             requirements.served_rows(results), key=lambda row: -row["median"]["tokens_per_s"] if row["repeats"] else 0.0
@@ -75,11 +83,6 @@ def gpu_of(parts: Parts) -> Mapping[str, Any]:
     """What the roofs' part says of the GPU that it ran on."""
     gpu: Mapping[str, Any] = parts.get("roofs", {}).get("results", {}).get("gpu", {})
     return gpu
-
-
-def slug(gpu: str) -> str:
-    """`h200` for `NVIDIA H200`."""
-    return gpu.lower().removeprefix("nvidia ").replace(" ", "-")
 
 
 def number(value: float) -> str:
@@ -111,15 +114,23 @@ def precision_of(name: str) -> str:
     return last if last in PRECISIONS else "bfloat16"
 
 
-def decode_cell(results: Results, name: str, rival: str, batch: int, context: int) -> str:
+def decode_cell(
+    results: Results, gpu: performance_model.Gpu | None, name: str, rival: str, batch: int, context: int
+) -> str:
+    """A step, how much faster than the rival it is, and its share of the roof: the model's, where the GPU is known."""
     own, reference = (decode_ms(results, each, batch, context) for each in (name, rival))
     if own is None:
         return "failed"
     figures = [ranged(own)]
     if reference is not None:
         figures.append(f"{reference.median / own.median:.1f}×")
-    if "roofs" in results:
+    roof = None
+    if gpu is not None:
+        step = performance_model.decode(batch, context)
+        roof = performance_model.step_s(performance_model.MODELS["GPT-2 small"], step, gpu) * 1e3
+    elif "roofs" in results:
         roof = roofs.roof_of(results["roofs"], precision_of(name), batch, context)
+    if roof is not None:
         figures.append(f"{roof / own.median:.0%} of {number(roof)}")
     return "; ".join(figures)
 
@@ -141,13 +152,12 @@ def latencies(figures: Mapping[str, float]) -> str:
     return " | ".join("–" if None in pair else " / ".join(map(number, filter(None, pair))) for pair in cells)
 
 
-def write(suite: str, directory: Path, out: Path | None) -> None:
+def write(suite: str, directory: Path, out: Path | None, failures: Mapping[str, str] | None = None) -> None:
     """Write the page of the parts in `directory`, and print it; by default it goes to `docs/benchmarks`."""
     parts = load_parts(suite, directory)
-    name = "cpu" if suite == "cpu" else slug(gpu_of(parts).get("name", "unknown"))
-    file = out or Path("docs/benchmarks") / f"{name}.md"
+    file = out or Path("docs/benchmarks") / f"{suite}.md"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(page(suite, parts))
+    file.write_text(page(suite, parts, failures))
     print(f"{file.read_text()}\nwritten to {file}")
 
 
@@ -155,7 +165,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", nargs="?", choices=tuple(PARTS), default="cpu", help="default: %(default)s")
     parser.add_argument("--dir", type=Path, metavar="DIR", help="of the parts' results; default: build/bench[-gpu]")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="default: docs/benchmarks/cpu.md or <gpu>.md")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: docs/benchmarks/cpu.md or gpu.md")
     arguments = parser.parse_args()
     default = Path("build/bench" if arguments.suite == "cpu" else "build/bench-gpu")
     write(arguments.suite, arguments.dir or default, arguments.out)

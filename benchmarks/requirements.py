@@ -44,6 +44,7 @@ class Requirement:
     unit: str
     measured: Spread | None
     note: str = ""  # with whom it was compared, or why there is no figure
+    predicted: float | None = None  # by benchmarks/gpu/performance_model.py
 
     @property
     def is_reached(self) -> bool | None:
@@ -323,15 +324,25 @@ def prompts(results: Results) -> Iterator[Requirement]:
 # --- GPU ------------------------------------------------------------------------------------------------------------
 
 
-def of_gpu(results: Results) -> Iterator[Requirement]:
-    """The table of a GPU's page; of the streams the runs after the first of each process count."""
+def of_gpu(results: Results, predicted: Mapping[str, Mapping[str, float]]) -> Iterator[Requirement]:
+    """The table of a GPU's page; of the streams the runs after the first of each process count.
+
+    `predicted` are the figures of the performance model by load; empty for a GPU that it does not know.
+    """
     for figure, (bound, is_least, unit) in SEEDS_FIGURES.items():
         measured = stream_figure(results, SEEDS_WORKLOAD, BASE_SETTING, figure, is_first=False)
-        yield Requirement(f"the posts' workload: {figure}", bound, is_least, unit, measured)
+        model = predicted.get(SEEDS_WORKLOAD, {}).get(summarised(figure))
+        yield Requirement(f"the posts' workload: {figure}", bound, is_least, unit, measured, predicted=model)
     for name, bound in BURST_RATES.items():
         rows = results.get("bursts", {}).get("rows", {}).get(name, ())
-        measured = Spread.of([row["tokens_per_s"] for row in rows]) if rows else None
-        yield Requirement(name, bound, True, "tokens/s", measured)
+        rate = Spread.of([row["tokens_per_s"] for row in rows]) if rows else None
+        model = predicted.get(name, {}).get("tokens_per_s")
+        yield Requirement(name, bound, True, "tokens/s", rate, predicted=model)
+
+
+def summarised(figure: str) -> str:
+    """`tpot_p50_ms`, as `summarise` names it, for `TPOT p50`."""
+    return "tokens_per_s" if figure == "tokens/s" else f"{figure.lower().replace(' ', '_')}_ms"
 
 
 def stream_figure(results: Results, workload: str, setting: str, figure: str, *, is_first: bool) -> Spread | None:

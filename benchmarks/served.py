@@ -1,10 +1,11 @@
 """Measures workloads over HTTP against `roseinfer serve` and vLLM, in turn, at each precision: tokens/s and latencies.
 
-    python -m benchmarks.served [--quick] [--peers DIR] [--precisions float32,bfloat16] [--out FILE]
+    python -m benchmarks.served [--quick] [--peers DIR] [--precisions float32,bfloat16] [--device cpu] [--out FILE]
 
 For one precision the servers are started, and from then on all but the one that is measured are paused: A B A B, with
 one start each. `engine only` is roseinfer without HTTP, for the share that serving keeps; it runs W2 alone. vLLM is
-taken from DIR/vllm, where `benchmarks/peers/setup.sh` puts it.
+taken from DIR/vllm, where `benchmarks/peers/setup.sh` puts it. On a GPU the rivals are vLLM and SGLang, in bfloat16,
+each where this Python imports it or PATH has it.
 """
 
 import time
@@ -20,8 +21,18 @@ from benchmarks.machine import Sitting, part_parser
 from benchmarks.protocol import Entrant, Worker
 from benchmarks.random_gpt2 import make
 from benchmarks.rotation import Limits
-from benchmarks.servers import Server, serving_options, start_roseinfer, start_vllm, vllm_version
-from benchmarks.workloads import GPT2_WORKLOADS, Words
+from benchmarks.servers import (
+    GPU_RIVALS,
+    Server,
+    python_of,
+    serving_options,
+    start_on_gpu,
+    start_roseinfer,
+    start_vllm,
+    version_in,
+    vllm_version,
+)
+from benchmarks.workloads import BATCH, GPT2_WORKLOADS, Words
 from roseinfer.bench.load.launcher import LaunchFailed
 
 VLLM_PRECISIONS = ("float32", "bfloat16")
@@ -32,21 +43,31 @@ QUICK_WORKLOADS = ("W1x32", "W2")
 DEFAULT_PEERS = Path.home() / ".cache" / "roseinfer" / "benchmarks" / "peers"
 
 
+def starts_of(
+    model: Path, precision: str, device: str, peers: Path, log: Path
+) -> tuple[dict[str, str], dict[str, Callable[[], Server]]]:
+    """Options of roseinfer, and what starts each server, by its name."""
+    options = {**serving_options(precision, MAX_MODEL_LEN), "runner.device": device}
+    starts: dict[str, Callable[[], Server]] = {}
+    if device == "cuda":
+        options["cache.num_blocks"] = str(BATCH * MAX_MODEL_LEN // 16)
+        for rival in GPU_RIVALS:
+            starts[f"{rival} {precision}"] = partial(start_on_gpu, rival, model, MAX_MODEL_LEN, log)
+    elif precision in VLLM_PRECISIONS:
+        starts[f"vllm {precision}"] = partial(start_vllm, peers / "vllm", model, precision, MAX_MODEL_LEN, log)
+    name = f"roseinfer {precision}"
+    return options, {name: partial(start_roseinfer, name, model, options, log), **starts}
+
+
 def entrants_of(
-    stack: ExitStack, model: Path, precision: str, vllm: Path | None, log: Path
+    stack: ExitStack, model: Path, precision: str, device: str, peers: Path, log: Path
 ) -> tuple[list[Entrant], list[dict[str, Any]]]:
     """Entrants that are ready at this precision, and rows for those that are not."""
-    require_kernels()
-    options = serving_options(precision, MAX_MODEL_LEN)
-    starts: dict[str, Callable[[], Server]] = {
-        f"roseinfer {precision}": partial(start_roseinfer, f"roseinfer {precision}", model, options, log)
-    }
+    if device == "cpu":
+        require_kernels()
+    options, starts = starts_of(model, precision, device, peers, log)
     entrants: list[Entrant] = []
     absent = []
-    if precision in VLLM_PRECISIONS and vllm is None:
-        absent.append(rotation.absent(f"vllm {precision}", "not set up", GPT2_WORKLOADS))
-    elif precision in VLLM_PRECISIONS and vllm is not None:
-        starts[f"vllm {precision}"] = partial(start_vllm, vllm, model, precision, MAX_MODEL_LEN, log)
     for name, start in starts.items():
         try:
             entrants.append(stack.enter_context(start()))
@@ -60,9 +81,16 @@ def entrants_of(
     return entrants, absent
 
 
+def versions_of(device: str, peers: Path) -> dict[str, str]:
+    if device == "cpu":
+        return {"vllm": vllm_version(peers / "vllm") or "not set up"}
+    found = {rival: python_of(rival) for rival in GPU_RIVALS}
+    return {rival: (python and version_in(python, rival)) or "not installed" for rival, python in found.items()}
+
+
 def main() -> int:
     quick = f"once, and {' and '.join(QUICK_WORKLOADS)} only"
-    parser = part_parser(__doc__, "bench/served.json", quick=quick, model=True)
+    parser = part_parser(__doc__, "bench/served.json", quick=quick, device="cpu", model=True)
     parser.add_argument("--peers", type=Path, default=DEFAULT_PEERS, metavar="DIR", help="default: %(default)s")
     parser.add_argument("--precisions", default=",".join(PRECISIONS), metavar="P,P", help="default: %(default)s")
     arguments = parser.parse_args()
@@ -70,18 +98,17 @@ def main() -> int:
     began = time.monotonic()
     model, log = make(arguments.model), arguments.out.with_suffix(".log")
     words = Words(model / "tokenizer.json")
-    version = vllm_version(arguments.peers / "vllm")
+    versions = versions_of(arguments.device, arguments.peers)
     workloads = QUICK_WORKLOADS if arguments.quick else GPT2_WORKLOADS
     limits = Limits(1 if arguments.quick else NUM_REPEATS, BUDGET_S)
     rows = []
     with protocol.own_session_raised() as is_raised:
         for precision in arguments.precisions.split(","):
             with ExitStack() as stack:
-                vllm = arguments.peers / "vllm" if version else None
-                entrants, absent = entrants_of(stack, model, precision, vllm, log)
+                entrants, absent = entrants_of(stack, model, precision, arguments.device, arguments.peers, log)
                 rows += absent + rotation.run(entrants, words, workloads, limits)
             print(f"  {precision} is done after {time.monotonic() - began:.0f} s", flush=True)
-    results = {"versions": {"vllm": version or "not set up"}, "is_raised": is_raised, "rows": rows}
+    results = {"versions": versions, "is_raised": is_raised, "rows": rows}
     sitting.write(arguments.out, results)
     return 0
 

@@ -5,9 +5,12 @@ turn while only one of them has the processors.
 """
 
 import os
+import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks import http_client, protocol
@@ -22,6 +25,24 @@ from roseinfer.bench.load.launcher import free_port, serve_command
 MODEL_NAME = "random"
 LLAMA_CPP_SLOTS = 8  # as many streams as the workloads have that it runs; each has its share of the context
 START_TIMEOUT_S = 420.0  # vLLM compiles for some minutes the first time it meets a model
+GPU_START_TIMEOUT_S = 150.0
+GPU_SHARE = "0.2"  # of a GPU's memory, for each of those that are up at once
+GPU_RIVALS = {  # the module that serves, and its words for what all have in common
+    "vllm": (
+        "vllm.entrypoints.openai.api_server",
+        (
+            *("--model", "{model}", "--max-num-seqs", "{batch}", "--max-model-len", "{length}"),
+            *("--gpu-memory-utilization", "{share}"),
+        ),
+    ),
+    "sglang": (
+        "sglang.launch_server",
+        (
+            *("--model-path", "{model}", "--max-running-requests", "{batch}", "--context-length", "{length}"),
+            *("--mem-fraction-static", "{share}"),
+        ),
+    ),
+}
 
 
 def serving_options(precision: str, max_model_len: int) -> dict[str, str]:
@@ -41,7 +62,13 @@ class Server(launcher.Server, Entrant):
     poll_s = 0.5
 
     def __init__(
-        self, name: str, command: Sequence[str], port: int, log: Path, environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        port: int,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         """Waits until the server generates. Raises LaunchFailed."""
         self.name = name
@@ -52,7 +79,7 @@ class Server(launcher.Server, Entrant):
         self.endpoint = Endpoint(self.url, model=MODEL_NAME)
         try:
             protocol.raise_groups(self.pid)
-            self.wait_ready(START_TIMEOUT_S)
+            self.wait_ready(timeout_s)
         except BaseException:
             self.close()
             raise
@@ -76,7 +103,12 @@ def start_roseinfer(name: str, model: Path, options: Mapping[str, str], log: Pat
 
 
 def start_vllm(venv: Path, model: Path, precision: str, max_model_len: int, log: Path) -> Server:
-    """The CPU build of vLLM as its documentation starts it: every core bound, prefix cache on, 3 GiB of KV."""
+    """The CPU build of vLLM as its documentation starts it: every core bound, prefix cache on, 3 GiB of KV.
+
+    Raises LaunchFailed.
+    """
+    if not (venv / "bin" / "vllm").is_file():
+        raise launcher.LaunchFailed("not set up")
     port = free_port()
     cores = sorted(os.sched_getaffinity(0))
     environment = {
@@ -90,6 +122,35 @@ def start_vllm(venv: Path, model: Path, precision: str, max_model_len: int, log:
     options = ("--served-model-name", MODEL_NAME, "--dtype", precision, *limits)
     command = (str(venv / "bin" / "vllm"), "serve", str(model), *options, "--host", "127.0.0.1", "--port", str(port))
     return Server(f"vllm {precision}", command, port, log, environment)
+
+
+def start_on_gpu(rival: str, model: Path, max_model_len: int, log: Path) -> Server:
+    """VLLM or SGLang in bfloat16 on the GPU, with its share of the memory, offline.
+
+    Raises LaunchFailed, also where this Python does not import it and PATH does not have it.
+    """
+    python = python_of(rival)
+    if python is None:
+        raise launcher.LaunchFailed("not installed")
+    port, limits = free_port(), {"batch": str(BATCH), "length": str(max_model_len), "share": GPU_SHARE}
+    module, flags = GPU_RIVALS[rival]
+    command = [python, "-m", module, *(word.format(model=model, **limits) for word in flags)]
+    command += ["--served-model-name", MODEL_NAME, "--dtype", "bfloat16", "--host", "127.0.0.1", "--port", str(port)]
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "CUDA_MODULE_LOADING": "LAZY"}
+    if python != sys.executable:
+        environment["PYTHONPATH"] = ""  # which is of ours
+    return Server(f"{rival} bfloat16", command, port, log, environment, GPU_START_TIMEOUT_S)
+
+
+def python_of(package: str) -> str | None:
+    """The Python of this process if it imports the package, else that of the program of its name on PATH."""
+    if find_spec(package) is not None:
+        return sys.executable
+    program = shutil.which(package)
+    if program is None:
+        return None
+    first = Path(program).read_bytes().partition(b"\n")[0].decode(errors="replace")
+    return first.removeprefix("#!").strip() if first.startswith("#!/") else None
 
 
 def start_llama_cpp(directory: Path, model: Path, form: str, max_model_len: int, log: Path) -> Server:
@@ -133,17 +194,19 @@ def llama_cpp_version(directory: Path) -> str | None:
 
 def vllm_version(venv: Path) -> str | None:
     """None when there is no vLLM in the environment."""
-    python = venv / "bin" / "python"
-    if not (venv / "bin" / "vllm").is_file():
-        return None
+    return version_in(str(venv / "bin" / "python"), "vllm") if (venv / "bin" / "vllm").is_file() else None
+
+
+def version_in(python: str, package: str) -> str | None:
+    """Of a package and its torch in the environment of a Python; None where it is not installed."""
     printed = subprocess.run(  # noqa: S603 - the environment that the caller named
-        [python, "-c", "import importlib.metadata as m; print(m.version('vllm'), m.version('torch'))"],
+        [python, "-c", f"import importlib.metadata as m; print(m.version('{package}'), m.version('torch'))"],
         capture_output=True,
         text=True,
         check=False,
     )
-    vllm, _, torch = printed.stdout.strip().partition(" ")
-    return f"vllm {vllm}, torch {torch}" if printed.returncode == 0 else None
+    version, _, torch = printed.stdout.strip().partition(" ")
+    return f"{package} {version}, torch {torch}" if printed.returncode == 0 else None
 
 
 def resident_mb(pid: int, field: str = "VmRSS") -> float:

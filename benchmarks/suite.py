@@ -1,16 +1,18 @@
 """Runs all benchmarks of the CPU, or of a GPU, each part in a process of its own, and writes their page.
 
     python -m benchmarks.suite [cpu] [--quick] [--resume] [--peers DIR] [--out FILE]          (`make bench`)
-    python -m benchmarks.suite gpu [--quick] [--parts roofs,decode] [--device cuda]            (`make bench-gpu`)
+    python -m benchmarks.suite gpu [--quick] [--parts roofs,decode] [--device cuda]            (`make first-hour`)
 
 On two cores with all peers set up: models 1 minute once, roofs 1, decode 4, served 12, peers 7, linears and start 3,
 speculation and mixed 6, qwen3 20, so about 54 minutes; without peers about 27. `--quick` is a check of the benchmarks
-and not of the engine: 5 minutes. On an H200 with 16 cores about 15 minutes, estimated and not yet run: roofs 1/2,
-block_info 1/10, streams 7, decode 4, bursts 3. There nothing is fetched and nothing installed: the Python that runs
-this has torch, Triton and the packages of `pyproject.toml`, or finds them by PYTHONPATH. `gpu --device cpu --quick`
+and not of the engine: 5 minutes. On a GPU the limits of the parts come to less than an hour; what they take is not
+known yet. There nothing is fetched and nothing installed: the Python that runs this has torch, Triton and the packages
+of `pyproject.toml`, or finds them by PYTHONPATH. `make bench-gpu` leaves out the tests. `gpu --device cpu --quick`
 shows that its scripts work.
 
-A finished part leaves DIR/PART.json, and the page is made of those that are there; `--resume` runs only the others.
+A part that fails, or does not end in its time, is named on the page beside what it has measured, and the next one
+begins. A finished part leaves DIR/PART.json, and the page is made of those that are there; `--resume` runs only the
+others.
 """
 
 import argparse
@@ -47,11 +49,14 @@ SUITES = {
         "qwen3": Part("benchmarks.qwen3", 2400, ("peers",)),
     },
     "gpu": {
-        "roofs": Part("benchmarks.roofs", 120, ("device",)),
+        "tests": Part("benchmarks.gpu.checks", 600, ("device",)),
+        "sanitizer": Part("benchmarks.gpu.checks", 420, ("device",), ("--sanitizer", "--limit-s", "380")),
+        "roofs": Part("benchmarks.roofs", 90, ("device",)),
         "block_info": Part("benchmarks.costs.block_info", 60),
-        "streams": Part("benchmarks.gpu.streams", 1200, ("model", "device")),
-        "decode": Part("benchmarks.decode_step", 600, ("model", "device"), ("--ablations",)),
-        "bursts": Part("benchmarks.gpu.bursts", 600, ("model", "device")),
+        "streams": Part("benchmarks.gpu.streams", 780, ("model", "device")),
+        "decode": Part("benchmarks.decode_step", 480, ("model", "device"), ("--ablations",)),
+        "bursts": Part("benchmarks.gpu.bursts", 420, ("model", "device")),
+        "served": Part("benchmarks.served", 600, ("model", "device", "peers"), ("--precisions", "bfloat16")),
     },
 }
 DIRECTORIES = {"cpu": Path("build/bench"), "gpu": Path("build/bench-gpu")}
@@ -63,14 +68,15 @@ def command_of(part: Part, file: Path, arguments: argparse.Namespace) -> list[st
     return command + [word for name in part.options for word in (f"--{name}", str(getattr(arguments, name)))]
 
 
-def run_part(name: str, command: Sequence[str], timeout_s: float, log: Path) -> bool:
-    """Run a part and print what it prints. Returns whether it succeeded; after its time it is ended."""
+def run_part(name: str, command: Sequence[str], timeout_s: float, log: Path) -> str:
+    """Run a part and print what it prints; after its time it is ended. Returns how it failed, or nothing."""
     began = time.monotonic()
     print(f"=== {name} ===", flush=True)
     is_done = protocol.run(command, log, timeout_s, stdout=None)
     took = time.monotonic() - began
-    print(f"=== {name} {'is done' if is_done else f'FAILED, see {log},'} after {took:.0f} s ===", flush=True)
-    return is_done
+    failure = "" if is_done else f"{'ended' if took >= timeout_s else 'FAILED'} after {took:.0f} s, see {log}"
+    print(f"=== {name} {failure or f'is done after {took:.0f} s'} ===", flush=True)
+    return failure
 
 
 def parser_of() -> argparse.ArgumentParser:
@@ -94,18 +100,31 @@ def main() -> int:
     chosen = arguments.parts.split(",") if arguments.parts else list(parts)
     if unknown := set(chosen) - set(parts):
         parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(parts)}")
+    if arguments.suite == "gpu" and arguments.device == "cuda" and not has_gpu():
+        parser.error("--device: torch finds no GPU here; cpu checks the scripts")
     print(f"model: {make(arguments.model)}", flush=True)
     files = {name: directory / f"{name}.json" for name in chosen}
     to_run = [name for name, file in files.items() if not (arguments.resume and file.is_file())]
     for name in to_run:
         files[name].unlink(missing_ok=True)
-    are_done = []
+    failures = {}
     for name in to_run:
         command = command_of(parts[name], files[name], arguments)
-        are_done.append(run_part(name, command, parts[name].timeout_s, files[name].with_suffix(".log")))
+        failures[name] = run_part(name, command, parts[name].timeout_s, files[name].with_suffix(".log"))
+    failures = {name: failure for name, failure in failures.items() if failure}
     is_check = arguments.quick or (arguments.suite == "gpu" and arguments.device == "cpu")
-    report.write(arguments.suite, directory, arguments.out or (directory / "report.md" if is_check else None))
-    return 0 if all(are_done) else 1
+    out = arguments.out or (directory / "report.md" if is_check else None)
+    report.write(arguments.suite, directory, out, failures)
+    for name in failures:  # what it has left is on the page; another run begins it anew
+        if files[name].is_file():
+            files[name].rename(files[name].with_suffix(".part.json"))
+    return 1 if failures else 0
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 if __name__ == "__main__":

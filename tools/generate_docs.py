@@ -10,6 +10,7 @@ import chart_docs
 import http_api_docs
 import metrics_docs
 import models_docs
+import performance_docs
 import source_map
 from generated_files import write_or_check
 from roseinfer.config import docs as config_docs
@@ -23,6 +24,7 @@ PAGES = {
     "docs/http-api.md": http_api_docs.page,
     "docs/metrics.md": metrics_docs.page,
     "docs/models.md": models_docs.page,
+    "docs/performance.md": performance_docs.page,
     "docs/source.md": source_map.page,
     "deploy/helm/roseinfer/values.schema.json": chart_docs.schema,
     "deploy/helm/roseinfer/README.md": chart_docs.page,

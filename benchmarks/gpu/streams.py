@@ -42,6 +42,7 @@ WORKLOADS = {  # flags of the posts; the second is the one on block metadata
     ),
 }
 QUICK = ("--num-requests", "6", "--max-new-tokens", "6")
+NUM_QUICK_SETTINGS = 2
 
 
 def command_of(workload: str, setting: str, arguments: argparse.Namespace, json_file: Path) -> list[str]:
@@ -72,11 +73,14 @@ def measure(workload: str, setting: str, arguments: argparse.Namespace) -> list[
 
 
 def main() -> int:
-    parser = part_parser(__doc__, "bench-gpu/streams.json", quick="one turn of a few tokens", device="cuda", model=True)
+    parser = part_parser(
+        __doc__, "bench-gpu/streams.json", quick="a few tokens, two settings, in one turn", device="cuda", model=True
+    )
     arguments = parser.parse_args()
     sitting = Sitting("streams")
     make(arguments.model)
-    rows: dict[str, dict[str, list[list[dict[str, float]]]]] = {name: {s: [] for s in SETTINGS} for name in WORKLOADS}
+    settings = [*SETTINGS][: NUM_QUICK_SETTINGS if arguments.quick else None]
+    rows: dict[str, dict[str, list[list[dict[str, float]]]]] = {name: {s: [] for s in settings} for name in WORKLOADS}
     failures: dict[str, str] = {}
     with protocol.own_session_raised():
         for workload, by_setting in rows.items():
@@ -90,6 +94,7 @@ def main() -> int:
                         continue
                     rates = ", ".join(f"{run['tokens/s']:.0f}" for run in processes[-1])
                     print(f"  {workload}, {setting}: {rates} tokens/s", flush=True)
+                    sitting.write(arguments.out, {"workloads": rows, "failures": failures})
     sitting.write(arguments.out, {"workloads": rows, "failures": failures})
     return 1 if failures else 0
 

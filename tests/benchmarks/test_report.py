@@ -2,10 +2,12 @@
 
 from typing import Any
 
-import pytest
-
 from benchmarks import report
-from benchmarks.requirements import BASE_SETTING
+from benchmarks.figures import summarise
+from benchmarks.gpu.bursts import ONE_STREAM
+from benchmarks.gpu.performance_model import GPUS, MODELS, step_s, streams_of
+from benchmarks.gpu.performance_model import decode as decode_step
+from benchmarks.requirements import BASE_SETTING, SEEDS_WORKLOAD
 from benchmarks.rotation import absent
 from benchmarks.workloads import GPT2_WORKLOADS
 from tests.benchmarks.test_requirements import decode, row, step, streams
@@ -107,16 +109,13 @@ def test_a_page_does_not_tell_where_it_was_made() -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "expected"), [("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb")])
-def test_the_page_is_called_as_the_gpu_is(name: str, expected: str) -> None:
-    assert report.slug(name) == expected
-
-
-def test_the_page_tells_settings_failures_and_roofs() -> None:
+def gpu_page(gpu: str) -> str:
     figures = {"tokens_per_s": 2100.0, "ttft_p50_ms": 2.0, "ttft_p99_ms": 3.0}
     step = {"median": 0.5, "least": 0.4, "most": 0.6, "num_repeats": 7}
     parts = {
-        "roofs": {"gpu": {"name": "NVIDIA H200"}, "bandwidth": {"256": 4e12}, "peak": {"bfloat16": 7e14}},
+        "tests": {"num_passed": 7, "num_skipped": 1, "failed": ["tests/gpu/test_x.py::test_y"], "note": "ended"},
+        "sanitizer": {"num_passed": 0, "num_skipped": 0, "failed": [], "note": "compute-sanitizer is absent"},
+        "roofs": {"gpu": {"name": gpu}, "bandwidth": {"256": 4e12}, "peak": {"bfloat16": 7e14}},
         "streams": streams([{"tokens/s": 10.0}, {"tokens/s": 20.0}]),
         "decode": {
             "subjects": {"captured graphs": {}, "no graphs": {}, "transformers bfloat16": {}},
@@ -126,11 +125,32 @@ def test_the_page_tells_settings_failures_and_roofs() -> None:
         "bursts": {"rows": {"one stream": [figures]}},
         "block_info": {"arrays": step},
     }
-    text = report.page("gpu", {name: part(name, results) for name, results in parts.items()})
-    assert text.startswith("# NVIDIA H200\n")
+    results = {name: part(name, content) for name, content in parts.items()}
+    return report.page("gpu", results, {"served": "ended after 600 s, see served.log"})
+
+
+def test_the_page_tells_settings_failures_and_roofs() -> None:
+    text = gpu_page("NVIDIA H300")
+    assert text.startswith("# NVIDIA H300\n")
+    assert "has no published rates of this GPU" in text
     assert f"| {BASE_SETTING} | first | 10.0 |" in text
     assert f"| {BASE_SETTING} | later | 20.0 |" in text
     assert "- lazy graphs: it fell over" in text
     assert "| 64 | 64 | – | 0.50 (0.40 to 0.60); 20% of 0.10 | failed |" in text
-    assert "| one stream | 2100 | 2.00 / 3.00 | – | – |" in text
+    assert "\n| one stream | 2100 | 2.00 / 3.00 | – | – |" in text
     assert "| arrays | 0.50 (0.40 to 0.60) |" in text
+    assert "- **served ended after 600 s, see served.log**" in text
+    assert "7 passed, 1 failed, 1 skipped; ended.\n\n- failed: `tests/gpu/test_x.py::test_y`" in text
+    assert "0 passed, 0 failed, 0 skipped; compute-sanitizer is absent." in text
+
+
+def test_a_gpu_of_published_rates_has_a_prediction_beside_each_figure() -> None:
+    text = gpu_page("NVIDIA H200")
+    gpu = GPUS["H200"]
+    step_ms = step_s(MODELS["GPT-2 small"], decode_step(64, 64), gpu) * 1e3
+    assert f"| 64 | 64 | – | 0.50 (0.40 to 0.60); {step_ms / 0.5:.0%} of {step_ms:.2f} | failed |" in text
+    section = text[text.index(f"### {SEEDS_WORKLOAD}") :]
+    assert section.index("| predicted | |") < section.index(f"| {BASE_SETTING} | first |")
+    rate = summarise(streams_of(ONE_STREAM, gpu, 256))["tokens_per_s"]
+    assert f"| one stream, predicted | {rate:.0f} |" in text
+    assert f"| one stream | ≥ 2000 tokens/s | {rate:.0f} | 2100 | yes |" in text

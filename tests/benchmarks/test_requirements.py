@@ -191,7 +191,7 @@ def test_required_figures_are_of_warm_runs() -> None:
         "streams": streams([{"tokens/s": 1.0, "TPOT p50": 0.1}, run]),
         "bursts": {"rows": {"burst offline": [{"tokens_per_s": 151_000.0}, {"tokens_per_s": 149_500.0}]}},
     }
-    found = {row.measure: row.is_reached for row in r.of_gpu(results)}
+    found = {row.measure: row.is_reached for row in r.of_gpu(results, {})}
     assert found["the posts' workload: tokens/s"] is True
     assert found["the posts' workload: TPOT p50"] is False
     assert found["the posts' workload: ITL p99"] is None

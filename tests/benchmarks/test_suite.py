@@ -27,8 +27,32 @@ def test_a_part_gets_the_options_that_it_has() -> None:
 
 def test_a_part_that_does_not_end_in_time_is_ended(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    assert not suite.run_part("slow", command, 0.2, tmp_path / "log")
-    assert suite.run_part("quick", [sys.executable, "-c", ""], 30, tmp_path / "log")
+    assert suite.run_part("slow", command, 0.2, tmp_path / "log").startswith("ended after")
+    assert suite.run_part("wrong", [sys.executable, "-c", "0/0"], 30, tmp_path / "log").startswith("FAILED after")
+    assert not suite.run_part("quick", [sys.executable, "-c", ""], 30, tmp_path / "log")
+
+
+def test_the_first_hour_is_one() -> None:
+    assert sum(part.timeout_s for part in suite.SUITES["gpu"].values()) < 3600
+
+
+def test_a_part_that_fails_is_told_and_the_next_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = suite.Part("benchmarks.gpu.no_such_module", 30)
+    monkeypatch.setitem(suite.SUITES["gpu"], "tests", broken)
+    words = ["gpu", "--device", "cpu", "--quick", "--parts", "tests,sanitizer", "--model", "src/roseinfer/demo"]
+    monkeypatch.setattr(sys, "argv", ["suite", *words, "--dir", str(tmp_path)])
+    assert suite.main() == 1
+    text = (tmp_path / "report.md").read_text()
+    assert "- **tests FAILED after" in text
+    assert "## Attention tests under compute-sanitizer" in text
+
+
+def test_without_a_gpu_nothing_is_begun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(suite, "has_gpu", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["suite", "gpu"])
+    with pytest.raises(SystemExit):
+        suite.main()
+    assert "torch finds no GPU here; cpu checks the scripts" in capsys.readouterr().err
 
 
 def test_ablations_differ_in_one_option_each() -> None:
