@@ -59,10 +59,16 @@ def quantized_heads(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plan_num_blocks(
-    config: CacheConfig, spec: AttentionSpec, placement: Placement, max_model_len: int, max_active_seqs: int
+    config: CacheConfig,
+    spec: AttentionSpec,
+    placement: Placement,
+    max_model_len: int,
+    max_active_seqs: int,
+    sampling_bytes: int = 0,
 ) -> int:
     """Blocks of the pool: as configured, or what `max_active_seqs` of full length need, or what the memory holds.
 
+    Of a GPU's memory `sampling_bytes` are left for the tables of the sampler.
     Call it when the weights are on the device. Raises ConfigError when not even one sequence of `max_model_len` fits.
     """
     blocks_per_seq = -(-max_model_len // config.block_size)
@@ -70,7 +76,7 @@ def plan_num_blocks(
         num_blocks, cause = config.num_blocks, "cache.num_blocks"
     else:
         block_bytes = config.block_size * spec.bytes_per_token(dtype_of(config.dtype, placement))
-        budget_bytes, cause = _budget_bytes(config, placement.device)
+        budget_bytes, cause = _budget_bytes(config, placement.device, sampling_bytes)
         num_blocks = min(blocks_per_seq * max_active_seqs, budget_bytes // block_bytes)
     if num_blocks < blocks_per_seq:
         raise ConfigError(
@@ -82,11 +88,11 @@ def plan_num_blocks(
     return num_blocks
 
 
-def _budget_bytes(config: CacheConfig, device: torch.device) -> tuple[int, str]:
+def _budget_bytes(config: CacheConfig, device: torch.device, sampling_bytes: int) -> tuple[int, str]:
     """Bytes that the cache may take, and the option that decides it."""
     if device.type == "cpu":
         return config.cpu_memory_mib << 20, "cache.cpu_memory_mib"
     torch.cuda.empty_cache()  # memory that only loading needed counts as in use until torch returns it
     free, total = torch.cuda.mem_get_info(device)
     share = int(total * config.memory_utilization) - (total - free)
-    return min(share, free - _STEP_BYTES), "cache.memory_utilization"
+    return min(share, free - _STEP_BYTES) - sampling_bytes, "cache.memory_utilization"

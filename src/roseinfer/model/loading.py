@@ -33,6 +33,7 @@ from roseinfer.model.kernels.library import load_kernels
 from roseinfer.model.kv_cache import KVCache, plan_num_blocks
 from roseinfer.model.packed_cache import open_packed_cache
 from roseinfer.model.pooling import read_embedding
+from roseinfer.model.sampling.edit_table import edit_bytes
 from roseinfer.records import LifecycleState
 from roseinfer.runtime.cgroup import cpu_groups, cpu_quota
 
@@ -81,14 +82,13 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
         sampling_defaults = checkpoint.sampling_defaults() if is_auto else SamplingDefaults()
     max_model_len = _max_model_len(config.model.max_model_len, model)
     spec, cache_config = model.attention_spec, config.cache
-    num_blocks = plan_num_blocks(cache_config, spec, placement, max_model_len, max_active_seqs)
+    sampling_bytes = edit_bytes(max_active_seqs + 1, model.vocab_size, max_model_len)
+    num_blocks = plan_num_blocks(cache_config, spec, placement, max_model_len, max_active_seqs, sampling_bytes)
     on_progress(LifecycleState.LOADING, "kv_cache", f"{num_blocks} blocks of {cache_config.block_size} tokens")
     num_all = num_blocks + (device_name != "cpu")  # one for rows that fill up a CUDA graph
     kv_cache = KVCache(spec, num_all, cache_config.block_size, placement, cache_config.dtype)
-    is_invariant = config.runner.batch_invariant
-    attention = choose_attention(
-        config.runner.attention, kv_cache, spec, placement.kernels, batch_invariant=is_invariant
-    )
+    invariant = config.runner.batch_invariant
+    attention = choose_attention(config.runner.attention, kv_cache, spec, placement.kernels, batch_invariant=invariant)
     info = EngineInfo(
         checkpoint_dir=str(directory),
         model_type=model.model_type,

@@ -167,7 +167,9 @@ class ModelRunner:
         self._staging = InputStaging(stream, sizes, padded_rows)
         self._results = Results(stream, num_slots + MAX_STEP_DRAFTS)
         # One slot more than batches name, for the rows that fill up a graph.
-        self._sampler = Sampler(num_slots + 1, loaded.model.vocab_size, device, loaded.placement.kernels)
+        self._sampler = Sampler(
+            num_slots + 1, loaded.model.vocab_size, device, loaded.placement.kernels, loaded.info.max_model_len
+        )
         self._last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._graph_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # results of graphs
         self._failed_slots = set[int]()  # their owners' parameters could not be used
@@ -202,6 +204,7 @@ class ModelRunner:
         if not size:
             return None
         with watch("stage"):
+            self._sampler.refresh(*_sampled(batch))
             self._staging.stage_decode(batch, size, watch)
         with watch("forward"):
             self._graphs.replay(size)

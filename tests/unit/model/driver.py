@@ -155,7 +155,11 @@ class Driver:
             num_device_rows=num_device_rows,
             token_ids=np.array(token_ids, np.int32),
             block_table=self._table,
-            bindings=tuple(SlotBinding(s.slot, s.ask.params, len(s.ask.prompt), ()) for s in rows if s.is_new),
+            bindings=tuple(
+                SlotBinding(s.slot, s.ask.params, len(s.ask.prompt), (), np.array(s.tokens, np.int32))
+                for s in rows
+                if s.is_new
+            ),
         )
 
     def _read(self) -> None:

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from roseinfer.engine.core.batch import SlotBinding
 from roseinfer.messages import SamplingParams
 from roseinfer.model.device_stream import TRACE_NAME, TorchProfiler, to_device
+from roseinfer.model.sampling.edit_table import BARRED, BIAS_SHIFT, KNOWN, EditTable
 from roseinfer.model.sampling.logit_edits import Penalties
 from roseinfer.model.sampling.sampler import Sampler
-from roseinfer.model.sampling.torch import TorchSampling
 
 DEVICE = torch.device("meta")  # one that is not the CPU, and computes shapes only
 
@@ -71,8 +71,14 @@ def test_penalties_are_bound_without_waiting(pinned: list[torch.Tensor]) -> None
     params = SamplingParams(presence_penalty=1.0, max_tokens=2, logit_bias={3: 1.5, 9: -100.0})
     with Copies() as copies:
         assert Penalties(DEVICE).bind(SlotBinding(0, params, 3, (), np.array([7, 8, 8], np.int32)))
-    assert [tensor.tolist() for tensor in pinned] == [[7, 8, 8, 0, 0], [3, 9], [1.5, -100.0]]
-    assert copies.waits == [False] * 3
+    assert [tensor.tolist() for tensor in pinned] == [[7, 8, 8]]
+    assert copies.waits == [False]
+    table = EditTable(1, 20, 8, DEVICE)
+    with Copies() as copies:
+        table.bind(SlotBinding(0, params, 2, (), np.array([7, 8, 8], np.int32)), np.array([4]))
+    changes = {3: 1 << BIAS_SHIFT, 4: BARRED, 7: KNOWN, 8: KNOWN | 1, 9: 2 << BIAS_SHIFT}
+    assert [tensor.tolist() for tensor in pinned[1:4]] == [[*changes], [*changes.values()], [1.5, -100.0]]
+    assert copies.waits == [False] * 4
 
 
 KINDS = (
@@ -88,24 +94,25 @@ KINDS = (
 def test_a_step_is_sampled_without_waiting(
     backend: str, pinned: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of all kinds but those that draw among the likeliest tokens: there the host decides how many to look at."""
-    sampler = Sampler(len(KINDS), 300, DEVICE)
-    assert isinstance(sampler._backend, TorchSampling)
+    """In torch all kinds but rows that draw among the likeliest tokens: there the host decides how many to look at."""
+    kinds: tuple[SamplingParams, ...] = KINDS
+    if backend == "triton":
+        kinds = (*KINDS, SamplingParams(seed=3, top_k=20, top_p=0.8, min_p=0.1))
+    sampler = Sampler(len(kinds), 300, DEVICE)
     if backend == "triton":
         if find_spec("triton") is None:
             pytest.skip("triton is not installed; the extra `test` has it")
-        from roseinfer.model.sampling.triton import TritonSampling
         from roseinfer.model.triton_kernels import sampling as kernels
 
-        monkeypatch.setattr(kernels, "choose", lambda logits, slots, *_: torch.empty_like(slots))
-        sampler._backend = TritonSampling(sampler._table, DEVICE)
-    for slot, params in enumerate(KINDS):
+        monkeypatch.setattr(kernels, "choose", lambda logits, slots, *_, **__: torch.empty_like(slots))
+        sampler._use_triton(max_model_len=40)
+    for slot, params in enumerate(kinds):
         sampler.bind(SlotBinding(slot, params, 3, (), np.array([7, 8, 8], np.int32)))
     pinned.clear()
-    slots = np.arange(len(KINDS), dtype=np.int32)
+    slots = np.arange(len(kinds), dtype=np.int32)
     with Copies() as copies:
-        tokens, logprobs = sampler.sample(torch.empty(len(KINDS), 300, device=DEVICE), slots, slots * 0 + 3)
-    assert tokens.shape == (len(KINDS),)
+        tokens, logprobs = sampler.sample(torch.empty(len(kinds), 300, device=DEVICE), slots, slots * 0 + 3)
+    assert tokens.shape == (len(kinds),)
     assert logprobs is not None
     assert len(copies.waits) == len(pinned) > 0
     assert not any(copies.waits)

@@ -81,3 +81,4 @@ def test_on_a_gpu_something_is_left_to_compute_with(monkeypatch: pytest.MonkeyPa
     memory_of(monkeypatch, free=70 * GIB, total=100 * GIB)
     config = CacheConfig(memory_utilization=1.0)
     assert plan_num_blocks(config, SPEC, GPU, 1000, 1_000_000) == 69 * GIB // BLOCK_BYTES
+    assert plan_num_blocks(config, SPEC, GPU, 1000, 1_000_000, sampling_bytes=GIB) == 68 * GIB // BLOCK_BYTES

@@ -1,7 +1,8 @@
 """Edits of logits that requests ask for: logit_bias, penalties on tokens seen, and masks of grammars.
 
 Few rows want one, so the others pay nothing: a row that does is copied to float32, changed with torch operators on any
-device, and drawn from by the same backend as all. The model's own logits stay as they are, for log-probabilities.
+device, and drawn from by the same backend as all. The model's own logits stay as they are, for log-probabilities. On a
+GPU with Triton this is for the few rows that the kernels do not change themselves (edit_table.py).
 
 The order is that of transformers' processors and vLLM's: the bias of `logit_bias` is added; a token of prompt or
 completion has its logit divided by `repetition_penalty`, or multiplied where it is negative (CTRL, arXiv:1909.05858,
@@ -32,9 +33,9 @@ class _Owner:
 
     params: SamplingParams
     num_prompt_tokens: int
-    token_ids: torch.Tensor  # int64 [prompt and completion at its longest]; written as tokens are drawn
-    bias_ids: torch.Tensor  # int64
-    biases: torch.Tensor  # float32
+    token_ids: torch.Tensor  # [prompt and completion at its longest]; written as tokens are drawn
+    bias_ids: Int64Array
+    biases: npt.NDArray[np.float32]
 
 
 class Penalties:
@@ -45,8 +46,10 @@ class Penalties:
     counts what it would count alone, if the drafted tokens before it hold.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, history: torch.Tensor | None = None) -> None:
+        """`history`: see `LogitsEdits`."""
         self._device = device
+        self._history = history
         self._counts = torch.zeros(0, device=device)  # of tokens in rows; zeros but while they are used
         self._owners: dict[int, _Owner] = {}
 
@@ -55,25 +58,32 @@ class Penalties:
         params = binding.params
         if not params.edits_logits:
             return False
-        known = np.zeros(0, np.int64)
-        if params.has_penalties:
-            assert binding.token_ids is not None, "penalties need the tokens that are known"
-            known = np.zeros(binding.num_prompt_tokens + params.max_tokens, np.int64)
-            known[: len(binding.token_ids)] = binding.token_ids
-        self._owners[binding.slot] = _Owner(
-            params,
-            binding.num_prompt_tokens,
-            to_device(known, self._device),
-            to_device(np.array(list(params.logit_bias), np.int64), self._device),
-            to_device(np.array(list(params.logit_bias.values()), np.float32), self._device),
-        )
+        bias_ids = np.array(list(params.logit_bias), np.int64)
+        biases = np.array(list(params.logit_bias.values()), np.float32)
+        tokens = self._tokens_of(binding)
+        self._owners[binding.slot] = _Owner(params, binding.num_prompt_tokens, tokens, bias_ids, biases)
         return True
+
+    def _tokens_of(self, binding: SlotBinding) -> torch.Tensor:
+        """Memory for all tokens of the owner, with those that are known."""
+        known = binding.token_ids
+        if not binding.params.has_penalties:
+            return torch.zeros(0, dtype=torch.int64, device=self._device)
+        assert known is not None, "penalties need the tokens that are known"
+        if self._history is not None:
+            tokens = self._history[binding.slot]
+        else:
+            size = binding.num_prompt_tokens + binding.params.max_tokens
+            tokens = torch.zeros(size, dtype=torch.int64, device=self._device)
+        tokens[: len(known)].copy_(to_device(known.astype(np.int32), self._device))
+        return tokens
 
     def apply(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> None:
         owners = [self._owners[slot] for slot in slots.tolist()]
         for row, owner in enumerate(owners):
             if len(owner.bias_ids):
-                logits[row].index_add_(0, owner.bias_ids, owner.biases)
+                ids, biases = to_device(owner.bias_ids, self._device), to_device(owner.biases, self._device)
+                logits[row].index_add_(0, ids, biases)
         if any(owner.params.has_penalties for owner in owners):
             self._penalise(logits, owners, positions)
 
@@ -81,7 +91,7 @@ class Penalties:
         """Penalise all rows at once, with an entry for each known token of each row; equal entries get equal values."""
         vocab_size = logits.shape[1]
         lengths = [p if owner.params.has_penalties else 0 for owner, p in zip(owners, positions.tolist(), strict=True)]
-        entries = torch.cat([owner.token_ids[:length] for owner, length in zip(owners, lengths, strict=True)])
+        entries = torch.cat([owner.token_ids[:length] for owner, length in zip(owners, lengths, strict=True)]).long()
         entries += self._spread([row * vocab_size for row in range(len(owners))], lengths, np.int64)
         is_generated = np.concatenate(
             [np.arange(length) >= owner.num_prompt_tokens for owner, length in zip(owners, lengths, strict=True)]
@@ -90,7 +100,7 @@ class Penalties:
             self._counts = torch.zeros(logits.numel(), device=self._device)
         self._counts.index_add_(0, entries, to_device(is_generated.astype(np.float32), self._device))
         count = self._counts[entries]
-        self._counts[entries] = 0.0
+        self._counts.index_fill_(0, entries, 0.0)  # an assignment through an index would wait for the device
         asked = [owner.params for owner in owners]
         repetition = self._spread([params.repetition_penalty for params in asked], lengths, np.float32)
         flat = logits.view(-1)
@@ -144,9 +154,10 @@ class LogitsEdits:
     may be known on the device only.
     """
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, device: torch.device, history: torch.Tensor | None = None) -> None:
+        """`history` [slots, tokens] int32 on the device, if there is one, is where known tokens are kept."""
         self.masks = GrammarMasks(device)
-        self._penalties = Penalties(device)
+        self._penalties = Penalties(device, history)
         self._edits: tuple[Penalties | GrammarMasks, ...] = (self._penalties, self.masks)
         self._device = device
         self._scratch = Scratch(device)
@@ -165,6 +176,11 @@ class LogitsEdits:
         if not self._num_wanting:
             return _NO_ROWS
         return np.flatnonzero(self._wanted[slots].any(axis=1))
+
+    def have_masks(self, slots: Int32Array) -> npt.NDArray[np.bool_]:
+        """Which of the slots follow a grammar."""
+        wanted: npt.NDArray[np.bool_] = self._wanted[slots, 1]
+        return wanted
 
     def edited(self, logits: torch.Tensor, rows: Int64Array, slots: Int32Array, positions: Int32Array) -> torch.Tensor:
         """A changed copy of some rows of logits [all rows, vocab_size] -> float32 [len(rows), vocab_size].

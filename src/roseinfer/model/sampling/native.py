@@ -37,6 +37,8 @@ class NativeSampling:
         )
         return ids
 
+    tokens_of_edited = tokens
+
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, rows: Int64Array, counts: Int32Array) -> LogprobRows:
         chosen = tokens.numpy()[rows]
         width = int(counts.max())

@@ -16,10 +16,11 @@ from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT, Int32Array, SlotBin
 from roseinfer.engine.core.constraint import TokenMasks
 from roseinfer.model.device_stream import to_device
 from roseinfer.model.kernels.library import Kernels
+from roseinfer.model.sampling.edit_table import EditTable
 from roseinfer.model.sampling.logit_edits import GROUP, LogitsEdits
 from roseinfer.model.sampling.logprobs import LogprobRows
 from roseinfer.model.sampling.native import NativeSampling
-from roseinfer.model.sampling.slot_table import Int64Array, SlotTable
+from roseinfer.model.sampling.slot_table import TRUNCATED, Int64Array, SlotTable
 from roseinfer.model.sampling.torch import TorchSampling
 
 
@@ -32,26 +33,55 @@ class SamplingBackend(Protocol):
         `NO_TOKEN` for a row whose largest logit is not finite: it holds a NaN or +inf, or nothing above -inf.
         """
 
+    def tokens_of_edited(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> torch.Tensor:
+        """As `tokens`, without the edits that a backend makes itself."""
+
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, rows: Int64Array, counts: Int32Array) -> LogprobRows:
         """Log-softmax of the raw logits of some rows: of their tokens, and of the likeliest `counts` [len(rows)]."""
 
     def choose(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """As `tokens`, for rows that are greedy or draw from all tokens, of what is on the device, without waiting."""
+        """As `tokens`, of what is on the device, without waiting. In torch the limits of rows do not count."""
 
 
 class Sampler:
     """Chooses the next token of each row by the parameters of the row's slot."""
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, kernels: Kernels | None = None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device,
+        kernels: Kernels | None = None,
+        max_model_len: int = 0,
+    ) -> None:
+        """`max_model_len` is the room for the tokens of a slot on a GPU with Triton."""
         self._table = SlotTable(num_slots, vocab_size, device)
         self._device = device
-        self._backend = _backend_for(self._table, device, kernels)
-        self._edits = LogitsEdits(num_slots, device)
+        self._edit_table: EditTable | None = None
+        if device.type == "cuda" and find_spec("triton") is not None:
+            self._use_triton(max_model_len)
+        else:
+            self._backend: SamplingBackend = (
+                NativeSampling(self._table, kernels)
+                if device.type == "cpu" and kernels is not None
+                else TorchSampling(self._table, device)
+            )
+            self._edits = LogitsEdits(num_slots, device)
+
+    def _use_triton(self, max_model_len: int) -> None:
+        from roseinfer.model.sampling.triton import TritonSampling  # imports triton, which a CPU may lack
+
+        num_slots, vocab_size = len(self._table.host), self._table.vocab_size
+        self._edit_table = EditTable(num_slots, vocab_size, max_model_len, self._device)
+        self._backend = TritonSampling(self._table, self._device, self._edit_table)
+        self._edits = LogitsEdits(num_slots, self._device, self._edit_table.history)
 
     def bind(self, binding: SlotBinding) -> None:
         """Use the parameters of the slot's new owner from now on."""
         self._table.bind(binding)
         self._edits.bind(binding)
+        if self._edit_table is not None:
+            self._edit_table.bind(binding, self._table.barred_ids_of(binding.slot))
 
     def sample(
         self,
@@ -72,8 +102,9 @@ class Sampler:
             rows = np.flatnonzero(drafted >= 0)
             tokens = to_device(drafted[rows].astype(np.int64), self._device)
             self._edits.note_tokens(tokens, slots[rows], positions[rows] - 1)
-        with self._barred(logits, slots, positions):
-            tokens = self._tokens(logits, slots, positions)
+        edited = self._edited_rows(slots, drafted)
+        with self._barred(logits, edited, slots, positions):
+            tokens = self._tokens(logits, edited, slots, positions)
         counts = self._table.host["num_logprobs"][slots]
         rows = np.flatnonzero(counts >= 0)
         if not len(rows):
@@ -84,22 +115,54 @@ class Sampler:
         """Log-softmax of logits [rows, vocab_size] at ids [rows] int64 on the device, and of the likeliest `counts`."""
         return self._backend.logprobs(logits, token_ids, np.arange(len(counts)), counts)
 
-    def _tokens(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> torch.Tensor:
+    def _edited_rows(self, slots: Int32Array, drafted: Int32Array | None) -> Int64Array:
+        """Rows whose logits are edited in torch: where kernels edit them, those that these cannot."""
+        rows = self._edits.rows(slots)
+        if self._edit_table is None or not len(rows):
+            return rows
+        is_here = ~self._edit_table.is_held[slots] | self._edits.have_masks(slots)
+        if drafted is not None:
+            is_here |= np.isin(slots, slots[drafted >= 0])
+        return rows[is_here[rows]]
+
+    def _tokens(
+        self, logits: torch.Tensor, edited: Int64Array, slots: Int32Array, positions: Int32Array
+    ) -> torch.Tensor:
         """The next token of each row; rows with edits are drawn from a copy."""
-        edited = self._edits.rows(slots)
         if not len(edited):
+            self.refresh(slots, positions)
             return self._backend.tokens(logits, slots, positions)
-        if len(edited) < len(slots):
-            tokens = self._backend.tokens(logits, slots, positions)
-        else:
-            tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
+        tokens = self._tokens_of_others(logits, edited, slots, positions)
         for rows in np.split(edited, range(GROUP, len(edited), GROUP)):
             of_rows, where = slots[rows], positions[rows]
-            drawn = self._backend.tokens(self._edits.edited(logits, rows, of_rows, where), of_rows, where)
+            changed = self._edits.edited(logits, rows, of_rows, where)
+            drawn = self._backend.tokens_of_edited(changed, of_rows, where)
             self._edits.note_tokens(drawn.clamp(min=0), of_rows, where)  # NO_TOKEN is no index
             on_device = to_device(rows, self._device)
             tokens[on_device] = self._attributed(drawn, logits, on_device)
+        if self._edit_table is not None:
+            self._edit_table.note_stale(slots[edited])
         return tokens
+
+    def _tokens_of_others(
+        self, logits: torch.Tensor, edited: Int64Array, slots: Int32Array, positions: Int32Array
+    ) -> torch.Tensor:
+        """Tokens [rows], of which those of the edited rows are still to be drawn."""
+        tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
+        others = np.delete(np.arange(len(slots)), edited)
+        if not len(others):
+            return tokens
+        if self._edit_table is None:  # cheaper than a copy of the others' logits
+            return self._backend.tokens(logits, slots, positions)
+        self.refresh(slots[others], positions[others])
+        on_device = to_device(others, self._device)
+        drawn = self._backend.tokens(logits.index_select(0, on_device), slots[others], positions[others])
+        return tokens.index_copy_(0, on_device, drawn)
+
+    def refresh(self, slots: Int32Array, positions: Int32Array) -> None:
+        """Bring what kernels read of these slots up to date; before a graph with `sample_captured` is replayed."""
+        if self._edit_table is not None:
+            self._edit_table.refresh(slots, positions)
 
     def _attributed(self, drawn: torch.Tensor, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The tokens of edited rows, with `OWN_FAULT` for rows that failed although the model's logits are finite."""
@@ -109,35 +172,39 @@ class Sampler:
         return torch.where((drawn == NO_TOKEN) & was_sound, OWN_FAULT, drawn)
 
     @contextmanager
-    def _barred(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> Generator[None]:
-        """Set eos and stop tokens to -inf in the rows that may not stop yet; restore them at the end."""
-        barred = self._table.barred(slots, positions)
+    def _barred(
+        self, logits: torch.Tensor, edited: Int64Array, slots: Int32Array, positions: Int32Array
+    ) -> Generator[None]:
+        """Set eos and stop tokens to -inf in the rows that may not stop yet; restore them at the end.
+
+        Where kernels do that, only in those rows that are edited here.
+        """
+        rows = np.arange(len(slots)) if self._edit_table is None else edited
+        barred = self._table.barred(slots[rows], positions[rows])
         if barred is None:
             yield
             return
-        rows, ids = (to_device(array, self._device) for array in barred)
-        before = logits[rows, ids]
-        logits[rows, ids] = -torch.inf
+        at = to_device(rows[barred[0]], self._device), to_device(barred[1], self._device)
+        before = logits[at]
+        logits.index_put_(at, logits.new_full((), -torch.inf))  # a number of the host would be waited for
         yield
-        logits[rows, ids] = before
+        logits.index_put_(at, before)
 
     def can_capture(self, slots: Int32Array, positions: Int32Array | None = None) -> bool:
-        """Whether `sample_captured` samples what `sample` does: no row bars, edits or wants log-probabilities.
+        """Whether `sample_captured` samples what `sample` does.
 
-        Without `positions`, those of the tokens to draw, a slot that may not stop yet counts as barring for ever.
+        No row may want log-probabilities or a grammar. Without Triton's kernels no row may bar or edit either, nor have
+        top-k, top-p or min-p; without `positions`, those of the tokens to draw, a slot that may not stop yet counts as
+        barring for ever.
         """
-        return self._table.can_capture(slots, positions) and not len(self._edits.rows(slots))
+        rows = self._table.host[slots]
+        if (rows["num_logprobs"] >= 0).any() or len(self._edited_rows(slots, None)):
+            return False
+        if self._edit_table is not None:
+            return True
+        is_barred = rows["barred_before"] > (0 if positions is None else positions)
+        return not bool(((rows["need"] == TRUNCATED) | is_barred).any())
 
     def sample_captured(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """`sample` for a CUDA graph, which reads the slots' parameters when it is replayed. Nothing waits here."""
         return self._backend.choose(logits, slots, positions)
-
-
-def _backend_for(table: SlotTable, device: torch.device, kernels: Kernels | None) -> SamplingBackend:
-    if device.type == "cpu" and kernels is not None:
-        return NativeSampling(table, kernels)
-    if device.type == "cuda" and find_spec("triton") is not None:
-        from roseinfer.model.sampling.triton import TritonSampling  # imports triton, which a CPU may lack
-
-        return TritonSampling(table, device)
-    return TorchSampling(table, device)

@@ -11,6 +11,9 @@ from roseinfer.engine.core.batch import Int32Array, SlotBinding
 Int64Array = npt.NDArray[np.int64]
 
 GREEDY, WHOLE, TRUNCATED = range(3)  # a slot's need: the maximum, a draw from all tokens, from the likeliest
+# A draw lays the kept tokens side by side, each as wide as its mass: up to so large a top-k the likelier before the
+# others, else the lower ids before the others. `kMaxSelected` in kernels/cpp/sampling.cpp.
+MAX_RANKED = 2048
 
 # One slot's parameters, laid out as `Slot` in kernels/cpp/sampling.cpp.
 SLOT = np.dtype(
@@ -34,7 +37,7 @@ class SlotTable:
         self.host: npt.NDArray[Any] = np.zeros(num_slots, SLOT)
         self.host["top_p"] = self.host["temperature"] = 1.0
         self.host["num_logprobs"] = -1
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._barred_ids: list[Int64Array] = [np.zeros(0, np.int64)] * num_slots
         self._host_bytes = torch.from_numpy(self.host.view(np.uint8).reshape(num_slots, SLOT.itemsize))
         self._device_bytes = self._host_bytes.to(device)  # the same memory on a CPU
@@ -44,6 +47,7 @@ class SlotTable:
         self.temperature = self._column("temperature", torch.float32)
         self.min_p = self._column("min_p", torch.float32)
         self.need = self._column("need", torch.int32)
+        self.barred_before = self._column("barred_before", torch.int64)
 
     def _column(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """A view of one field of all slots [slots] on the device."""
@@ -56,20 +60,24 @@ class SlotTable:
         is_whole = params.top_k == 0 and params.top_p >= 1.0 and params.min_p <= 0.0
         is_greedy = params.is_greedy or params.top_k == 1
         stops = np.array(sorted({*binding.eos_token_ids, *params.stop_token_ids}), np.int64)
-        barred = stops[stops < self._vocab_size]
+        barred = stops[stops < self.vocab_size]
         is_barred = params.min_tokens > 0 and len(barred) > 0
         self._barred_ids[slot] = barred
         row = self.host[slot : slot + 1]
         row["seed"] = params.seed or 0  # only the warm-up has None: the front end draws one for each request
-        row["top_k"] = min(params.top_k, self._vocab_size)
+        row["top_k"] = min(params.top_k, self.vocab_size)
         row["barred_before"] = binding.num_prompt_tokens + params.min_tokens if is_barred else 0
         row["top_p"] = params.top_p
         row["temperature"] = 1.0 if is_greedy else params.temperature
         row["min_p"] = params.min_p
         row["need"] = GREEDY if is_greedy else WHOLE if is_whole else TRUNCATED
-        row["num_logprobs"] = -1 if params.num_logprobs is None else min(params.num_logprobs, self._vocab_size)
+        row["num_logprobs"] = -1 if params.num_logprobs is None else min(params.num_logprobs, self.vocab_size)
         if self._device_bytes.device != self._host_bytes.device:
-            self._device_bytes[slot].copy_(self._host_bytes[slot], non_blocking=True)
+            self._device_bytes[slot].copy_(self._host_bytes[slot].pin_memory(), non_blocking=True)
+
+    def barred_ids_of(self, slot: int) -> Int64Array:
+        """Eos and stop tokens that the slot's owner must not get before it may stop; empty if it may at once."""
+        return self._barred_ids[slot] if self.host["barred_before"][slot] else np.zeros(0, np.int64)
 
     def barred(self, slots: Int32Array, positions: Int32Array) -> tuple[Int64Array, Int64Array] | None:
         """Rows, and token ids, that must not be sampled: eos and stop tokens of rows that may not stop yet."""
@@ -78,10 +86,3 @@ class SlotTable:
             return None
         ids = [self._barred_ids[slots[row]] for row in waiting]
         return np.repeat(waiting, [len(row) for row in ids]), np.concatenate(ids)
-
-    def can_capture(self, slots: Int32Array, positions: Int32Array | None) -> bool:
-        """See `Sampler.can_capture`; edits of logits do not count here."""
-        rows = self.host[slots]
-        barred_before = rows["barred_before"]
-        is_barred = barred_before > (0 if positions is None else positions)
-        return not bool(((rows["need"] == TRUNCATED) | (rows["num_logprobs"] >= 0) | is_barred).any())

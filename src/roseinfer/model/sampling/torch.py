@@ -15,10 +15,10 @@ from roseinfer.engine.core.batch import NO_TOKEN, Int32Array
 from roseinfer.model.device import Scratch
 from roseinfer.model.device_stream import to_device
 from roseinfer.model.sampling.logprobs import LogprobRows
-from roseinfer.model.sampling.slot_table import GREEDY, TRUNCATED, WHOLE, Int64Array, SlotTable
+from roseinfer.model.sampling.slot_table import GREEDY, MAX_RANKED, TRUNCATED, WHOLE, Int64Array, SlotTable
 
 _CHUNK = 256  # of the vocabulary: its sum is one number, so a draw searches few sums and then one chunk
-_CANDIDATES = (64, 256, 2048)  # likeliest tokens to look at, as far as they suffice, before looking at all
+_CANDIDATES = (64, 256, MAX_RANKED)  # likeliest tokens to look at, as far as they suffice, before looking at all
 _BITS_ABOVE_1 = 0x3F800001  # of the float32 that follows 1
 _GAMMA, _FIRST, _SECOND = (
     constant - 2**64 for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -54,6 +54,9 @@ class TorchSampling:
             if len(rows):
                 tokens[self._tensor(rows)] = self._of_one_need(need, logits, rows, slots, positions)
         return only_of_finite(logits, tokens)
+
+    def tokens_of_edited(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> torch.Tensor:
+        return TorchSampling.tokens(self, logits, slots, positions)
 
     def _of_one_need(
         self, need: int, logits: torch.Tensor, rows: Int64Array, slots: Int32Array, positions: Int32Array
@@ -200,14 +203,26 @@ def _draw_among(width: int, rows: _Rows, norms: torch.Tensor) -> tuple[torch.Ten
     is_likely = weights >= rows.min_p.unsqueeze(-1)
     num_top_p = torch.where(rows.top_p < 1, is_needed.sum(-1), width)
     kept = torch.minimum(torch.minimum(num_top_p, is_likely.sum(-1)), limit).clamp(min=1).unsqueeze(-1)
-    ends = cumulative.gather(1, kept - 1)
-    index, _ = _invert(torch.minimum(cumulative, ends), rows.draws)
-    tokens = ids.gather(1, index.unsqueeze(-1)).squeeze(-1)
+    weights.masked_fill_(torch.arange(width, device=kept.device) >= kept, 0)
+    tokens = _draw_of_ranked(weights, ids, rows)
     if width == rows.logits.shape[1]:
         return tokens, torch.ones_like(tokens, dtype=torch.bool)
     # Tokens as likely as the last candidate may lie outside. Where one of them is kept, it is not known which: look on.
     is_certain = values.gather(1, kept - 1) > values[:, -1:]
     return tokens, is_certain.squeeze(-1) & (rows.top_k <= width)
+
+
+def _draw_of_ranked(weights: torch.Tensor, ids: torch.Tensor, rows: _Rows) -> torch.Tensor:
+    """A token of each row, of those whose weights are not 0: weights and ids [rows, n], the likeliest first."""
+    by_id = ids.argsort(-1)
+    order = torch.where(_is_ranked(rows), torch.arange(ids.shape[1], device=ids.device), by_id)
+    index, _ = _invert(weights.gather(1, order).double().cumsum(-1), rows.draws)
+    return ids.gather(1, order.gather(1, index.unsqueeze(-1))).squeeze(-1)
+
+
+def _is_ranked(rows: _Rows) -> torch.Tensor:
+    """Whether a draw of the row lays the likelier tokens before the others [rows, 1]: see `MAX_RANKED`."""
+    return ((rows.top_k > 0) & (rows.top_k <= MAX_RANKED)).unsqueeze(-1)
 
 
 def _draw_kept(rows: _Rows, masses: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
@@ -233,7 +248,12 @@ def _draw_kept(rows: _Rows, masses: torch.Tensor, spare: torch.Tensor) -> torch.
     num_equal = ((shares - mass_reaching(_next(least))) / least).ceil_()
     _keep(masses, least.masked_fill_((rows.top_p >= 1).unsqueeze(-1), 0), num_equal)
     masses.mul_(torch.ge(masses, rows.min_p.unsqueeze(-1), out=spare))
-    return _draw_in_two_levels(_chunks_of(masses), rows.draws)
+    drawn = _draw_in_two_levels(_chunks_of(masses), rows.draws)
+    is_ranked = _is_ranked(rows).squeeze(-1)
+    if bool(is_ranked.any()):  # as many likely tokens as its top-k, and more that are as likely as the last of them
+        ranked = _draw_of_ranked(*_likeliest(masses, min(MAX_RANKED, masses.shape[1])), rows)
+        drawn = torch.where(is_ranked, ranked, drawn)
+    return drawn
 
 
 def _largest_reaching(

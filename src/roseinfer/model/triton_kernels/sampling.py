@@ -1,8 +1,9 @@
-"""Samples a token of each row of logits: the likeliest, or a draw from all.
+"""Samples a token of each row of logits: the likeliest, or a draw from all or from the likeliest.
 
 A row is cut into pieces, one program each, which leave their peak, its place and their mass; then one program a row
-joins them. It inverts the cumulative distribution in two levels: it finds the piece among the masses, reads that piece
-again, and finds the token inside it. Pieces have one size, so a row's token depends on no other row.
+joins them. For a draw from all it inverts the cumulative distribution in two levels: it finds the piece among the
+masses, reads that piece again, and finds the token inside it. Draws from the likeliest are in likeliest.py. Pieces have
+one size, so a row's token depends on no other row.
 """
 
 from typing import NamedTuple
@@ -11,39 +12,42 @@ import torch
 import triton.language as tl
 from triton import next_power_of_2
 
-from roseinfer.engine.core.batch import NO_TOKEN
-from roseinfer.model.sampling.slot_table import GREEDY, SLOT, SlotTable
-from roseinfer.model.triton_kernels.language import LOG2_E, Constant, Pointer, constant, kernel
+from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT
+from roseinfer.model.sampling.edit_table import EditTable
+from roseinfer.model.sampling.slot_table import GREEDY, TRUNCATED, SlotTable
+from roseinfer.model.triton_kernels.language import Pointer, constant, kernel
+from roseinfer.model.triton_kernels.likeliest import Groups, draw_likeliest
+from roseinfer.model.triton_kernels.logits import (
+    GROUP,
+    LOWEST_LOGIT,
+    PIECE,
+    Logits,
+    logits_of,
+    mass_of,
+    note_token,
+    raw_values_at,
+    values_at,
+)
 
-PIECE = 4096  # of the vocabulary
+_GROUP_TILE = 4096  # groups that one program looks at together, at most
 
-_LOWEST = tl.constexpr(float("-inf"))
 _GREEDY = tl.constexpr(GREEDY)
-_NO_TOKEN = tl.constexpr(NO_TOKEN)
-_LOG2_E = tl.constexpr(LOG2_E)
+_TRUNCATED = tl.constexpr(TRUNCATED)
+_NO_TOKEN, _OWN_FAULT = tl.constexpr(NO_TOKEN), tl.constexpr(OWN_FAULT)
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
 _SECOND = tl.constexpr(0x94D049BB133111EB)
-
-
-class Logits(NamedTuple):
-    """[rows, vocab_size]; a row's lie side by side."""
-
-    numbers: Pointer
-    row_stride: int
-    vocab_size: Constant
-    piece: Constant  # a power of two
-    num_pieces: Constant
-    padded_pieces: Constant  # the next power of two
 
 
 class Table(NamedTuple):
     """The parameters of slots: each pointer is that of a field in the first record of the table."""
 
     seeds: Pointer  # int64
+    top_ks: Pointer  # int64
+    top_ps: Pointer  # float64
     temperatures: Pointer  # float32
+    min_ps: Pointer  # float32
     needs: Pointer  # int32
-    record_words: Constant  # length of a record, in int64
 
 
 class Pieces(NamedTuple):
@@ -52,86 +56,147 @@ class Pieces(NamedTuple):
     peaks: Pointer  # float32, the largest logit
     places: Pointer  # int32, its first index in the piece
     masses: Pointer  # float32, sum of exp((logit - peak) / temperature)
+    raw_peaks: Pointer  # float32, the model's largest logit
 
 
-def choose(logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, table: SlotTable) -> torch.Tensor:
-    """The next token of each row of logits [rows, vocab_size]: greedy where its slot is, else a draw from all tokens.
+def choose(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    table: SlotTable,
+    edits: EditTable,
+    *,
+    are_changed: bool = True,
+) -> torch.Tensor:
+    """The next token of each row of logits [rows, vocab_size], by the parameters and edits of its slot.
 
-    slots and positions [rows] are integers on the device -> ids [rows] int64, `NO_TOKEN` where the largest logit is not
-    finite. Nothing waits for the device.
+    slots and positions [rows] are integers on the device -> ids [rows] int64, `NO_TOKEN` where the model's largest
+    logit is not finite and `OWN_FAULT` where only edits made it so. Without `are_changed` logits are drawn from as they
+    are, and no token is counted. Nothing waits for the device.
     """
-    num_rows, vocab_size = logits.shape
-    assert logits.stride(1) == 1 or vocab_size == 1, "a row's logits lie side by side"
-    num_pieces = -(-vocab_size // PIECE)
-    shape, device = (num_rows, num_pieces), logits.device
-    pieces = Pieces(
-        torch.empty(shape, dtype=torch.float32, device=device),
-        torch.empty(shape, dtype=torch.int32, device=device),
-        torch.empty(shape, dtype=torch.float32, device=device),
-    )
-    rows = Logits(
-        logits,
-        logits.stride(0),
-        constant(vocab_size),
-        constant(PIECE),
-        constant(num_pieces),
-        constant(next_power_of_2(num_pieces)),
-    )
-    asked = Table(table.seed, table.temperature, table.need, constant(SLOT.itemsize // 8))
-    ids = torch.empty(num_rows, dtype=torch.int64, device=device)
-    _measure_piece[num_rows, num_pieces](rows, asked, pieces, slots, num_warps=8)
-    _join_pieces[num_rows,](rows, asked, pieces, slots, positions, ids, num_warps=8)
+    num_rows = len(logits)
+    rows = logits_of(logits, table, edits, are_changed=are_changed)
+    pieces, groups = _new_pieces(num_rows, rows.num_pieces.value, logits.device)
+    asked = Table(table.seed, table.top_k, table.top_p, table.temperature, table.min_p, table.need)
+    ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    _measure_piece[num_rows, rows.num_pieces.value](rows, asked, pieces, groups, slots, positions, num_warps=8)
+    _join_pieces[num_rows,](rows, asked, pieces, groups, slots, positions, ids, num_warps=16)
     return ids
 
 
-@kernel("slots")
-def _measure_piece(logits: Logits, table: Table, pieces: Pieces, slots: tl.tensor) -> None:
+def _new_pieces(num_rows: int, num_pieces: int, device: torch.device) -> tuple[Pieces, Groups]:
+    num_groups = num_pieces * PIECE // GROUP
+
+    def memory(count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num_rows, count, dtype=dtype, device=device)
+
+    pieces = Pieces(
+        memory(num_pieces, torch.float32),
+        memory(num_pieces, torch.int32),
+        memory(num_pieces, torch.float32),
+        memory(num_pieces, torch.float32),
+    )
+    groups = Groups(
+        memory(num_groups, torch.float32),
+        memory(num_groups, torch.float32),
+        memory(num_groups, torch.int32),
+        constant(num_groups),
+        constant(min(next_power_of_2(num_groups), _GROUP_TILE)),
+    )
+    return pieces, groups
+
+
+@kernel("slots", "positions")
+def _measure_piece(
+    logits: Logits, table: Table, pieces: Pieces, groups: Groups, slots: tl.tensor, positions: tl.tensor
+) -> None:
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    values = _piece_of(logits, row, piece)
-    peak, place = tl.max(values, axis=0, return_indices=True)  # of equal ones the first
-    temperature = tl.load(table.temperatures + tl.load(slots + row).to(tl.int64) * table.record_words * 2)
+    slot, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row)
+    values = _piece_of(logits, (row, slot, position), piece)
+    peak, first = tl.max(values, axis=0, return_indices=True)  # of equal ones the first
+    record = slot * logits.record_words
+    masses = mass_of(values, peak, tl.load(table.temperatures + record * 2))
     at = row * logits.num_pieces + piece
     tl.store(pieces.peaks + at, peak)
-    tl.store(pieces.places + at, place)
-    tl.store(pieces.masses + at, tl.sum(_mass(values, peak, temperature), axis=0))
+    tl.store(pieces.places + at, first)
+    tl.store(pieces.masses + at, tl.sum(masses, axis=0))
+    if logits.are_changed:
+        columns = piece * logits.piece + tl.arange(0, logits.piece)
+        raw = raw_values_at(logits, row, columns, columns < logits.vocab_size)
+        tl.store(pieces.raw_peaks + at, tl.max(raw, axis=0))
+    if tl.load(table.needs + record * 2) == _TRUNCATED:
+        shape: tl.constexpr = [logits.piece // logits.group, logits.group]
+        at_groups = at * (logits.piece // logits.group) + tl.arange(0, logits.piece // logits.group)
+        tl.store(groups.peaks + at_groups, tl.max(tl.reshape(values, shape), axis=1))
+        tl.store(groups.masses + at_groups, tl.sum(tl.reshape(masses, shape), axis=1))
 
 
 @kernel("slots", "positions")
 def _join_pieces(
-    logits: Logits, table: Table, pieces: Pieces, slots: tl.tensor, positions: tl.tensor, ids: tl.tensor
+    logits: Logits,
+    table: Table,
+    pieces: Pieces,
+    groups: Groups,
+    slots: tl.tensor,
+    positions: tl.tensor,
+    ids: tl.tensor,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
+    slot, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row)
     index = tl.arange(0, logits.padded_pieces)
     at, is_piece = row * logits.num_pieces + index, index < logits.num_pieces
-    peaks = tl.load(pieces.peaks + at, mask=is_piece, other=_LOWEST)
+    peaks = tl.load(pieces.peaks + at, mask=is_piece, other=LOWEST_LOGIT)
     peak, first = tl.max(peaks, axis=0, return_indices=True)
     token = first * logits.piece + tl.load(pieces.places + row * logits.num_pieces + first)
-    slot = tl.load(slots + row).to(tl.int64)
-    if tl.load(table.needs + slot * table.record_words * 2) != _GREEDY:
-        temperature = tl.load(table.temperatures + slot * table.record_words * 2)
-        draw = _uniform(tl.load(table.seeds + slot * table.record_words), tl.load(positions + row))
-        masses = tl.load(pieces.masses + at, mask=is_piece, other=0.0) * _mass(peaks, peak, temperature)
-        piece, inside = _invert(masses, index, draw)
-        values = _piece_of(logits, row, piece)
-        place, _ = _invert(_mass(values, tl.max(values, axis=0), temperature), tl.arange(0, logits.piece), inside)
-        token = piece * logits.piece + place
-    is_sound = (peak > _LOWEST) & (peak < -_LOWEST)
-    tl.store(ids + row, tl.where(is_sound, token.to(tl.int64), _NO_TOKEN))
+    is_sound = (peak > LOWEST_LOGIT) & (peak < -LOWEST_LOGIT)
+    record = slot * logits.record_words
+    need = tl.load(table.needs + record * 2)
+    if is_sound & (need != _GREEDY):
+        temperature = tl.load(table.temperatures + record * 2)
+        draw = _uniform(tl.load(table.seeds + record), position)
+        masses = tl.load(pieces.masses + at, mask=is_piece, other=0.0) * mass_of(peaks, peak, temperature)
+        if need == _TRUNCATED:
+            limits = (
+                temperature,
+                tl.load(table.top_ks + record),
+                tl.load(table.top_ps + record),
+                tl.load(table.min_ps + record * 2),
+            )
+            total = tl.sum(masses.to(tl.float64), axis=0)
+            token = draw_likeliest(logits, groups, pieces.peaks, (row, slot, position), peak, total, limits, draw)
+        else:
+            token = _draw_from_all(logits, (row, slot, position), masses, index, temperature, draw)
+    failed = tl.full([], _NO_TOKEN, tl.int64)
+    if logits.are_changed:
+        raw_peak = tl.max(tl.load(pieces.raw_peaks + at, mask=is_piece, other=LOWEST_LOGIT), axis=0)
+        is_models = (raw_peak > LOWEST_LOGIT) & (raw_peak < -LOWEST_LOGIT)
+        is_sound &= is_models
+        failed = tl.where(is_models, _OWN_FAULT, failed)
+    tl.store(ids + row, tl.where(is_sound, token.to(tl.int64), failed))
+    if is_sound:
+        note_token(logits, slot, position, token)
 
 
 @kernel()
-def _piece_of(logits: Logits, row: tl.tensor, piece: tl.tensor) -> tl.tensor:
-    """float32, with -inf past the vocabulary; NaN becomes +inf, which makes the row have no token."""
+def _draw_from_all(
+    logits: Logits,
+    place: tl.tuple,
+    masses: tl.tensor,
+    index: tl.tensor,
+    temperature: tl.tensor,
+    draw: tl.tensor,
+) -> tl.tensor:
+    """The id that a draw falls on, of pieces of these masses."""
+    piece, inside = _invert(masses, index, draw)
+    values = _piece_of(logits, place, piece)
+    found, _ = _invert(mass_of(values, tl.max(values, axis=0), temperature), tl.arange(0, logits.piece), inside)
+    return piece * logits.piece + found
+
+
+@kernel()
+def _piece_of(logits: Logits, place: tl.tuple, piece: tl.tensor) -> tl.tensor:
     columns = piece * logits.piece + tl.arange(0, logits.piece)
-    at = logits.numbers + row * logits.row_stride + columns
-    values = tl.load(at, mask=columns < logits.vocab_size, other=_LOWEST).to(tl.float32)
-    return tl.where(values == values, values, -_LOWEST)  # noqa: PLR0124 - false for NaN
-
-
-@kernel()
-def _mass(values: tl.tensor, peak: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """exp((value - peak) / temperature); 0 for -inf, whatever the peak."""
-    return tl.where(values > _LOWEST, tl.exp2((values - peak) * (_LOG2_E / temperature)), 0.0)
+    return values_at(logits, place, columns, columns < logits.vocab_size)
 
 
 @kernel()

@@ -111,6 +111,44 @@ def test_draws_follow_what_the_parameters_keep(kernels: Kernels | None, params: 
     assert (frequencies[expected > 0.01] > 0).all()
 
 
+LIMITS = [
+    SamplingParams(),
+    SamplingParams(top_k=3),
+    SamplingParams(top_k=64, top_p=0.9, temperature=2.0),
+    SamplingParams(top_k=2000, top_p=0.99, temperature=9.0),
+    SamplingParams(top_k=2500, temperature=9.0),
+    SamplingParams(top_p=0.6),
+    SamplingParams(top_p=0.95, temperature=4.0),
+    SamplingParams(top_p=0.999, temperature=20.0),
+    SamplingParams(min_p=0.05),
+    SamplingParams(min_p=1e-4, top_p=0.7, temperature=4.0),
+]
+
+
+def test_backends_draw_the_same_tokens_from_the_same_numbers(draw: Draw) -> None:
+    """However many tokens the limits keep, and whatever path finds them: a seed gives its tokens everywhere."""
+    rows = [msgspec.structs.replace(params, seed=seed) for params in LIMITS for seed in range(20)]
+    logits = random_logits(len(rows), 3000)
+    logits[::2] = logits[::2].mul(4).round().div(4)  # many that are equal
+    slots = np.arange(len(rows), dtype=np.int32)
+    textbook = Sampler(len(rows), 3000, CPU)
+    for slot, params in enumerate(rows):
+        textbook.bind(SlotBinding(slot, params, 0, (0,)))
+    assert draw(logits, rows)[0] == textbook.sample(logits, slots, slots * 0 + 10)[0].tolist()
+
+
+def test_a_chi_square_of_draws(kernels: Kernels | None) -> None:
+    count = 4000
+    for params in LIMITS[:3]:
+        logits = random_logits(1, 40, spread=1.0)[0]
+        expected = kept(logits, params).numpy() * count
+        frequencies = draw_many(kernels, logits, params, count) * count
+        is_likely = expected >= 5
+        chi = ((frequencies - expected)[is_likely] ** 2 / expected[is_likely]).sum()
+        degrees = int(is_likely.sum())
+        assert chi < degrees + 4 * (2 * degrees) ** 0.5, params
+
+
 @pytest.mark.parametrize("vocab_size", [1, 2, 63, 64, 255, 256, 257, 1000])
 def test_any_vocabulary(draw: Draw, vocab_size: int) -> None:
     logits = random_logits(4, vocab_size, spread=0.01)

@@ -1,0 +1,102 @@
+"""What requests change about logits, in tables on the device by slot, for kernels that change them as they read them.
+
+A slot has a word for each token of the vocabulary: how often the token was generated, whether it is known at all,
+whether it is barred at first, and which of the slot's biases it gets. A kernel that draws a token counts it there, so
+no step sends anything. What the changes are is described in logit_edits.py.
+"""
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from roseinfer.engine.core.batch import Int32Array, SlotBinding
+from roseinfer.model.device_stream import to_device
+from roseinfer.model.sampling.slot_table import Int64Array
+
+# A word from its lowest bit: 20 bits of a count, a bit each of known and barred, 10 bits of the number of a bias.
+COUNT = (1 << 20) - 1
+KNOWN = 1 << 20
+BARRED = 1 << 21
+BIAS_SHIFT = 22
+MAX_BIASES = (1 << 10) - 1  # of one slot; 0 is none
+
+CHANGES, COUNTS = 1, 2  # bits of a slot's `kinds`: its words change logits; a token that is drawn is counted
+
+# What else a kernel reads of a slot.
+EDIT = np.dtype([("kinds", np.int32), ("presence", np.float32), ("frequency", np.float32), ("repetition", np.float32)])
+
+
+def edit_bytes(num_slots: int, vocab_size: int, max_model_len: int) -> int:
+    """Memory of the tables on the device."""
+    return 4 * num_slots * (vocab_size + max_model_len + MAX_BIASES + 1 + EDIT.itemsize // 4)
+
+
+class EditTable:
+    """The tables. A slot whose owner asks for more biases than there is room for is not held."""
+
+    def __init__(self, num_slots: int, vocab_size: int, max_model_len: int, device: torch.device) -> None:
+        self.words = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
+        self.biases = torch.zeros(num_slots, MAX_BIASES + 1, device=device)
+        self.history = torch.zeros(num_slots, max_model_len, dtype=torch.int32, device=device)  # known tokens
+        self.records = torch.zeros(num_slots, EDIT.itemsize // 4, dtype=torch.int32, device=device)
+        self.is_held: npt.NDArray[np.bool_] = np.ones(num_slots, np.bool_)
+        self._kinds = np.zeros(num_slots, np.int32)
+        self._num_prompt_tokens = np.zeros(num_slots, np.int64)
+        self._is_stale = np.zeros(num_slots, np.bool_)  # tokens were drawn that the words do not count
+        self._vocab_size = vocab_size
+        self._device = device
+
+    def bind(self, binding: SlotBinding, barred: Int64Array) -> None:
+        """Hold the slot's new owner, and these ids as barred at first."""
+        slot, params = binding.slot, binding.params
+        is_held = len(params.logit_bias) <= MAX_BIASES
+        kinds = 0
+        if is_held and (params.edits_logits or len(barred)):
+            kinds = CHANGES | (COUNTS if params.has_penalties else 0)
+        if kinds:
+            self._send(binding, self._words_of(binding, barred))
+        if kinds or self._kinds[slot]:
+            record = np.array(
+                [(kinds, params.presence_penalty, params.frequency_penalty, params.repetition_penalty)], EDIT
+            )
+            self.records[slot].copy_(to_device(record.view(np.int32), self._device))
+        self._kinds[slot], self.is_held[slot], self._is_stale[slot] = kinds, is_held, False
+        self._num_prompt_tokens[slot] = binding.num_prompt_tokens
+
+    def _words_of(self, binding: SlotBinding, barred: Int64Array) -> Int32Array:
+        """The words of the whole vocabulary."""
+        params, known = binding.params, binding.token_ids
+        words = np.zeros(self._vocab_size, np.int32)
+        words[barred] = BARRED
+        if params.logit_bias:
+            words[list(params.logit_bias)] |= np.arange(1, len(params.logit_bias) + 1, dtype=np.int32) << BIAS_SHIFT
+        if params.has_penalties:
+            assert known is not None, "penalties need the tokens that are known"
+            words += np.bincount(known[binding.num_prompt_tokens :], minlength=len(words)).astype(np.int32)
+            words[known] |= KNOWN
+        return words
+
+    def _send(self, binding: SlotBinding, words: Int32Array) -> None:
+        """Replace the slot's words, of which few are not 0, and its biases."""
+        biases, changed = binding.params.logit_bias, np.flatnonzero(words)
+        indices, values = to_device(changed, self._device), to_device(words[changed], self._device)
+        self.words[binding.slot].zero_().scatter_(0, indices, values)
+        if biases:
+            numbers = to_device(np.array(list(biases.values()), np.float32), self._device)
+            self.biases[binding.slot, 1 : len(biases) + 1].copy_(numbers)
+
+    def note_stale(self, slots: Int32Array) -> None:
+        """Note that tokens of these slots were drawn, or drafted, by others than the kernels."""
+        self._is_stale[slots] = True
+
+    def refresh(self, slots: Int32Array, positions: Int32Array) -> None:
+        """Count the tokens of slots whose words are stale: those of their history before the positions."""
+        for row in np.flatnonzero(self._is_stale[slots]).tolist():
+            slot, num_known = int(slots[row]), int(positions[row])
+            words, known = self.words[slot], self.history[slot, :num_known].long()
+            generated = known[self._num_prompt_tokens[slot] :]
+            words.bitwise_and_(~(COUNT | KNOWN))
+            words.index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
+            is_known = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
+            words.bitwise_or_(is_known.index_fill_(0, known, KNOWN))
+            self._is_stale[slot] = False

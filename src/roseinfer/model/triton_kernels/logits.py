@@ -1,0 +1,145 @@
+"""Rows of logits as the sampling kernels read them, changed as requests ask, and the mass that a logit stands for.
+
+Changed logits are nowhere in memory: each kernel that reads them changes them again. The changes, and their order, are
+those of sampling/logit_edits.py, bit for bit.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from triton import next_power_of_2
+
+from roseinfer.model.sampling.edit_table import (
+    BARRED,
+    BIAS_SHIFT,
+    CHANGES,
+    COUNT,
+    COUNTS,
+    EDIT,
+    KNOWN,
+    MAX_BIASES,
+    EditTable,
+)
+from roseinfer.model.sampling.slot_table import SLOT, SlotTable
+from roseinfer.model.triton_kernels.language import LOG2_E, Constant, Pointer, constant, kernel
+
+PIECE = 4096  # of the vocabulary: what one program reads at a time
+GROUP = 16  # of a piece: side by side, 64 bytes of float32
+
+LOWEST_LOGIT = tl.constexpr(float("-inf"))
+_LOG2_E = tl.constexpr(LOG2_E)
+_CHANGES, _COUNTS = tl.constexpr(CHANGES), tl.constexpr(COUNTS)
+_COUNT, _KNOWN, _BARRED = tl.constexpr(COUNT), tl.constexpr(KNOWN), tl.constexpr(BARRED)
+_BIAS_SHIFT, _MAX_BIASES = tl.constexpr(BIAS_SHIFT), tl.constexpr(MAX_BIASES)
+
+
+class Logits(NamedTuple):
+    """Numbers [rows, vocab_size], a row's side by side, and what slots change about them."""
+
+    numbers: Pointer
+    row_stride: int
+    vocab_size: Constant
+    piece: Constant  # a power of two
+    num_pieces: Constant
+    padded_pieces: Constant  # the next power of two
+    group: Constant  # a power of two that divides the piece
+    # The tables of sampling/edit_table.py, and how they are laid out.
+    are_changed: Constant  # else nothing of the rest is read
+    words: Pointer  # int32
+    biases: Pointer  # float32
+    history: Pointer  # int32
+    kinds: Pointer  # int32, the first field of the records
+    penalties: Pointer  # float32, the records' other fields
+    barred_before: Pointer  # int64, a field of the table of slots
+    history_length: Constant
+    edit_words: Constant  # length of a record, in int32
+    record_words: Constant  # of a record of the table of slots, in int64
+
+
+def logits_of(logits: torch.Tensor, table: SlotTable, edits: EditTable, *, are_changed: bool) -> Logits:
+    vocab_size = logits.shape[1]
+    assert logits.stride(1) == 1 or vocab_size == 1, "a row's logits lie side by side"
+    num_pieces = -(-vocab_size // PIECE)
+    return Logits(
+        logits,
+        logits.stride(0),
+        constant(vocab_size),
+        constant(PIECE),
+        constant(num_pieces),
+        constant(next_power_of_2(num_pieces)),
+        constant(GROUP),
+        constant(are_changed),
+        edits.words,
+        edits.biases,
+        edits.history,
+        edits.records,
+        edits.records.view(torch.float32),
+        table.barred_before,
+        constant(edits.history.shape[1]),
+        constant(EDIT.itemsize // 4),
+        constant(SLOT.itemsize // 8),
+    )
+
+
+@kernel()
+def raw_values_at(logits: Logits, row: tl.tensor, columns: tl.tensor, is_asked: tl.tensor) -> tl.tensor:
+    """The model's own, float32; -inf where none is asked for or past the vocabulary.
+
+    NaN becomes +inf: such a row has no token.
+    """
+    at = logits.numbers + row * logits.row_stride + columns
+    values = tl.load(at, mask=is_asked & (columns < logits.vocab_size), other=LOWEST_LOGIT).to(tl.float32)
+    return tl.where(values == values, values, -LOWEST_LOGIT)  # noqa: PLR0124 - false for NaN
+
+
+@kernel()
+def values_at(logits: Logits, place: tl.tuple, columns: tl.tensor, is_asked: tl.tensor) -> tl.tensor:
+    """What a token is drawn by: the row's own values, changed if the slot asks for it.
+
+    The place is a row, its slot, and the position of the token to be drawn.
+    """
+    row, slot, position = place
+    values = raw_values_at(logits, row, columns, is_asked)
+    if logits.are_changed:  # noqa: SIM102 - known when the kernel is compiled; the other is not
+        if (tl.load(logits.kinds + slot * logits.edit_words) & _CHANGES) != 0:
+            values = _changed(logits, slot, position, values, columns, is_asked)
+    return values
+
+
+@kernel()
+def _changed(
+    logits: Logits, slot: tl.tensor, position: tl.tensor, values: tl.tensor, columns: tl.tensor, is_asked: tl.tensor
+) -> tl.tensor:
+    penalties = logits.penalties + slot * logits.edit_words
+    presence, frequency, repetition = tl.load(penalties + 1), tl.load(penalties + 2), tl.load(penalties + 3)
+    is_column = is_asked & (columns < logits.vocab_size)
+    words = tl.load(logits.words + slot * logits.vocab_size + columns, mask=is_column, other=0)
+    values += tl.load(logits.biases + slot * (_MAX_BIASES + 1) + ((words >> _BIAS_SHIFT) & _MAX_BIASES))
+    zeros = tl.zeros(values.shape, tl.float32)
+    scaled = tl.where(values > 0.0, tl.div_rn(values, zeros + repetition), values * repetition)
+    values = tl.where((words & _KNOWN) != 0, scaled, values)
+    count = (words & _COUNT).to(tl.float32)
+    # `fma` keeps the compiler from fusing the product with the difference, which would round once and not twice.
+    values -= tl.fma(count, zeros + frequency, zeros)
+    values -= tl.where(count > 0.0, presence, 0.0)
+    is_barred = ((words & _BARRED) != 0) & (position < tl.load(logits.barred_before + slot * logits.record_words))
+    values = tl.where(is_column & (is_barred == 0), values, LOWEST_LOGIT)
+    return tl.where(values == values, values, -LOWEST_LOGIT)  # noqa: PLR0124 - false for NaN
+
+
+@kernel()
+def note_token(logits: Logits, slot: tl.tensor, position: tl.tensor, token: tl.tensor) -> None:
+    """Count a token that was drawn, if the slot wants that."""
+    if logits.are_changed:  # noqa: SIM102 - see above
+        if (tl.load(logits.kinds + slot * logits.edit_words) & _COUNTS) != 0:
+            place = logits.history + slot * logits.history_length + position
+            tl.store(place, token.to(tl.int32), mask=position < logits.history_length)
+            word = logits.words + slot * logits.vocab_size + token
+            tl.store(word, (tl.load(word) + 1) | _KNOWN)
+
+
+@kernel()
+def mass_of(values: tl.tensor, peak: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """exp((value - peak) / temperature); 0 for -inf, whatever the peak."""
+    return tl.where(values > LOWEST_LOGIT, tl.exp2((values - peak) * (_LOG2_E / temperature)), 0.0)
