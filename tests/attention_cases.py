@@ -114,14 +114,17 @@ class Bench:
     def pack(
         self, rows: Sequence[tuple[int, int]], num_padding_rows: int = 0, max_context_len: int | None = None
     ) -> PackedTokens:
-        """A step of (slot, number of new tokens); rows that only fill up have one token of the spare slot each."""
+        """A step of (slot, number of new tokens), filled up as a graph's is.
+
+        Rows that fill up have one token of the spare slot each if others have no more, and otherwise none.
+        """
         counts = np.array([count for _, count in rows], np.int32)
         slots = np.array([slot for slot, _ in rows], np.int32)
         starts = np.array([self.lengths[slot] for slot in slots], np.int32)
         spans = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
         query_starts = np.append(0, np.cumsum(counts)).astype(np.int32)
         positions = np.concatenate([np.arange(0), *spans])
-        padding = np.arange(1, num_padding_rows + 1)
+        padding = np.arange(1, num_padding_rows + 1) * (counts.max(initial=1) == 1)
         return PackedTokens(
             slots=np.repeat(slots, counts),
             positions=positions.astype(np.int32),
@@ -136,6 +139,7 @@ class Bench:
                 block_table=self._int32(self.table),
                 table_stride=self.table.shape[1],
             ),
+            is_captured=num_padding_rows > 0,
         )
 
     def _int32(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
@@ -230,10 +234,10 @@ def check_splits(case: Case, device: torch.device, num_splits: int) -> None:
 
 
 def check_padding(case: Case, device: torch.device, *, batch_invariant: bool = False) -> None:
-    """Rows that fill up a step read and write the spare block, and change nothing for the others."""
+    """Rows and tokens that fill up a step read and write the spare block at most, and change nothing for the others."""
     bench = Bench(case, device, 2, 64)
     backend = new_backend(bench, batch_invariant=batch_invariant)
-    bench.step(backend, [(0, 17), (1, 30)])
+    bench.step(backend, [(0, 17), (1, 30)], num_padding_rows=6)
     bench.step(backend, [(1, 1), (0, 1)], num_padding_rows=6)
     bench.step(backend, [(1, 1), (0, 1)])
 

@@ -47,7 +47,7 @@ class Steps:
         self._run(bindings)
 
     def _run(self, bindings: tuple[SlotBinding, ...] = ()) -> None:
-        from roseinfer.model.runner import decode_batch
+        from roseinfer.model.warm_up_batches import decode_batch
 
         batch = decode_batch(self._num_rows, self._position, bindings)
         self._runner.launch(msgspec.structs.replace(batch, block_table=self._table), self._watch).wait()

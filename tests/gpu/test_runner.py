@@ -15,8 +15,9 @@ from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerCon
 from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.messages import SamplingParams
 from roseinfer.model.attention.triton import TritonAttention
-from roseinfer.model.device_stream import graph_sizes
-from roseinfer.model.runner import ModelRunner, load_runner, masked_draw, prompt_batch
+from roseinfer.model.graphs import GraphSize
+from roseinfer.model.runner import ModelRunner, load_runner
+from roseinfer.model.warm_up_batches import masked_draw, prompt_batch
 from roseinfer.records import LifecycleState
 from tests.gpu.conftest import NUM_BLOCKS, NUM_SLOTS, LoadRunner
 from tests.unit.model.driver import Ask, Driver, Plan
@@ -85,7 +86,8 @@ def test_graphs_give_the_tokens_of_steps_without(load: LoadRunner, mode: str, de
     assert not any(graph_rows)
     tokens, graph_rows = run(load(cuda_graphs=mode), asks, Plan(seed=5, depth=depth, chunk=30, max_rows=NUM_SLOTS))
     assert tokens == expected
-    assert len(set(graph_rows) - {0}) > 2
+    assert len(set(graph_rows)) > 2
+    assert all(graph_rows), "chunks and mixed steps among them"
 
 
 def test_bfloat16_gives_the_same_tokens_where_steps_have_the_same_shape(load: LoadRunner) -> None:
@@ -166,11 +168,14 @@ def test_pageable_staging_gives_the_same_tokens(load: LoadRunner) -> None:
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 
-def test_captures_are_told_largest_first(load: LoadRunner) -> None:
+def test_captures_are_told_and_so_is_their_memory(load: LoadRunner) -> None:
     told: list[tuple[LifecycleState, str, str]] = []
-    load(told=told)
+    info = load(told=told).info
     phrases = [phrase for _, stage, phrase in told if stage == "cuda_graphs"]
-    assert [int(phrase.split()[0]) for phrase in phrases] == sorted(graph_sizes(NUM_SLOTS), reverse=True)
+    num_graphs = len(info.graph_sizes) + len(info.prompt_graph_sizes)
+    assert [int(phrase.split()[0]) for phrase in phrases][: len(info.graph_sizes)] == info.graph_sizes[::-1]
+    assert len(phrases) == num_graphs
+    assert 0 < info.graph_bytes <= info.max_graph_bytes
 
 
 def test_a_lazy_runner_captures_what_it_meets(load: LoadRunner) -> None:
@@ -178,7 +183,7 @@ def test_a_lazy_runner_captures_what_it_meets(load: LoadRunner) -> None:
     assert runner._graphs is not None
     assert not runner._graphs._graphs
     assert runner.launch(decode_batch([1, 2, 3], 0)).graph_rows == 4
-    assert set(runner._graphs._graphs) == {4}
+    assert set(runner._graphs._graphs) == {GraphSize(4, 4, is_decode=True)}
 
 
 def test_captures_and_rows_that_fill_up_touch_no_live_slot(load: LoadRunner) -> None:
@@ -196,8 +201,8 @@ def test_captures_and_rows_that_fill_up_touch_no_live_slot(load: LoadRunner) -> 
     before = contents()
     assert runner._graphs is not None
     with torch.inference_mode():
-        for size in graph_sizes(NUM_SLOTS):
-            runner._graphs._capture(size)
+        for is_decode in (True, False):
+            assert all(map(runner._graphs._capture, runner._graphs.sizes(is_decode=is_decode)))
     assert all(torch.equal(now, then) for now, then in zip(contents(), before, strict=True))
     batch = decode_batch([7, 2, 9], 17)
     assert runner.launch(batch).graph_rows == 4

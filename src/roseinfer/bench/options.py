@@ -224,9 +224,7 @@ def _add_engine(parser: Parser) -> argparse._ArgumentGroup:
     add_alias(group, "--no-prefix-cache", "cache.prefix_caching", "Compute every prompt anew.", const="false")
     add_alias(group, "--nvtx", "observe.nvtx", "Mark the phases of each step for Nsight.", const="true")
     group.add_argument("--paged-attn", action="store_true", help="accepted; attention is always paged here")
-    add_alias(
-        group, "--cuda-graph", "runner.cuda_graphs", "Decode steps as CUDA graphs, captured first.", const="startup"
-    )
+    add_alias(group, "--cuda-graph", "runner.cuda_graphs", "Steps as CUDA graphs, captured first.", const="startup")
     return group
 
 

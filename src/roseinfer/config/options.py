@@ -240,8 +240,8 @@ class RunnerConfig:
     )
     cuda_graphs: Literal["startup", "lazy", "off"] = option(
         "startup",
-        "When decode steps are captured as CUDA graphs: before the port is ready, at the first step of each size (a "
-        "stream waits for that), or never.",
+        "When steps are captured as CUDA graphs: before the port is ready, at the first step of each size (a stream "
+        "waits for that), or never. Graphs take half of the GPU's memory that is free then, at most.",
     )
     staging: Literal["pinned", "pageable"] = option(
         "pinned", "Host memory from which a step's integers are copied to the GPU; `pageable` is for comparison."

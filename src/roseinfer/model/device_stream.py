@@ -1,10 +1,10 @@
-"""Queues work on a device: copies, events, CUDA graphs of decode steps, and profiles of what ran.
+"""Queues work on a device: copies, events, captures of CUDA graphs, and profiles of what ran.
 
 The staging of a step and its graphs are written against `Stream`, so that tests can put a device of their own behind it
 that is late, counts, or refuses what a capture refuses.
 """
 
-from bisect import bisect_left
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -13,9 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.autograd import profiler
-
-from roseinfer.engine.core.batch import Watch
-from roseinfer.engine.core.stopwatch import unwatched
 
 TRACE_NAME = "trace.json"
 
@@ -65,6 +62,10 @@ class Stream:
         """Record `work`, which reads nothing back from the device and may be run more than once. Not on a CPU."""
         raise NotImplementedError
 
+    def free_bytes(self) -> int:
+        """Bytes of the device's memory that nothing holds, once what was kept for reuse is given back."""
+        return sys.maxsize  # of a host nobody asks: it captures nothing
+
 
 class _PastEvent:
     """The `Event` of a device that is never behind."""
@@ -111,6 +112,11 @@ class CudaStream(Stream):
         torch.cuda.current_stream(self.device).wait_stream(self._capture_stream)
         return graph
 
+    def free_bytes(self) -> int:
+        torch.cuda.synchronize(self.device)  # memory of work that is still queued could not be given back
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self.device)[0]
+
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
     """A few numbers on the device: on a CPU the array itself, on a GPU a queued copy out of torch's pinned memory."""
@@ -145,53 +151,3 @@ class TorchProfiler:
             torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         profile.export_chrome_trace(str(directory / TRACE_NAME))  # type: ignore[no-untyped-call]
-
-
-def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """Rows of the graphs for steps of up to `max_rows` rows: at most 7 rows are filled up to 64, 15 up to 256."""
-    steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 64)]
-    return (*(size for size in steps if size < max_rows), max_rows)
-
-
-class CudaGraphs:
-    """The graphs of decode steps, one for each padded number of rows, captured at start-up or when first needed.
-
-    A step that is queued operation by operation costs the host more than a small model costs the GPU. So the whole step
-    is replayed with one call; a step with fewer rows than its graph is filled up with rows of no request.
-    `fill(rows)` sends so many rows of no request to where `work(rows)` reads a step's rows: a capture runs the work
-    several times, on those.
-    """
-
-    def __init__(
-        self, stream: Stream, sizes: tuple[int, ...], fill: Callable[[int], None], work: Callable[[int], None]
-    ) -> None:
-        self._stream = stream
-        self._sizes = sizes
-        self._fill = fill
-        self._work = work
-        self._graphs: dict[int, Graph] = {}
-
-    def size_for(self, num_rows: int, watch: Watch = unwatched) -> int:
-        """Rows of the smallest graph for `num_rows`, which is captured if it was not; 0 if none is large enough."""
-        index = bisect_left(self._sizes, num_rows)
-        if index == len(self._sizes):
-            return 0
-        size = self._sizes[index]
-        if size not in self._graphs:
-            with watch("capture"):
-                self._capture(size)
-        return size
-
-    def replay(self, size: int) -> None:
-        """Queue the step whose rows have been sent."""
-        self._graphs[size].replay()
-
-    def capture_all(self, on_progress: Callable[[str], None]) -> None:
-        """Capture every size, the largest first: the smaller ones then fit into the memory it has taken."""
-        for index, size in enumerate(reversed(self._sizes), 1):
-            on_progress(f"{size} rows, graph {index} of {len(self._sizes)}")
-            self._capture(size)
-
-    def _capture(self, size: int) -> None:
-        self._fill(size)
-        self._graphs[size] = self._stream.capture(lambda: self._work(size))

@@ -6,6 +6,7 @@ Weights go to the device tensor by tensor out of the mapped files; the host neve
 import dataclasses
 import logging
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,6 +38,9 @@ from roseinfer.model.sampling.edit_table import edit_bytes
 from roseinfer.records import LifecycleState
 from roseinfer.runtime.cgroup import cpu_groups, cpu_quota
 
+# Tokens of context. In a step with a longer one FlashInfer's kernel is worth more than a graph: a guess.
+_MAX_FLASHINFER_GRAPH_CONTEXT = 4096
+
 _log = logging.getLogger(__name__)
 
 OnProgress = Callable[
@@ -52,6 +56,11 @@ class LoadedModel:
     attention: AttentionBackend
     placement: Placement
     info: EngineInfo  # without start-up times, and without the spare block
+
+    @property
+    def max_graph_context(self) -> int:
+        """The longest context of a step with prompts that runs in a CUDA graph."""
+        return _MAX_FLASHINFER_GRAPH_CONTEXT if self.attention.name == "flashinfer" else sys.maxsize
 
 
 def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) -> LoadedModel:

@@ -2,12 +2,11 @@
 
 A step's tokens are packed, without padding to a longest row; the token that a slot sampled last is read on the device.
 Where linears need it, the number of tokens is rounded up by repeating the last one, and the results of the repetitions
-are not read. On a GPU a step whose rows all decode is one CUDA graph, filled up to its size.
+are not read. On a GPU most steps are one CUDA graph, filled up to its size (`model/graphs.py`).
 """
 
 import logging
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -29,17 +28,17 @@ from roseinfer.engine.core.batch import (
     SlotBinding,
     Watch,
 )
-from roseinfer.engine.core.constraint import Constraint, MaskArray, Matcher, TokenMasks
 from roseinfer.engine.core.stopwatch import unwatched
-from roseinfer.messages import Grammar, SamplingParams
-from roseinfer.model.device_stream import CudaGraphs, CudaStream, Event, Stream, graph_sizes, to_device
+from roseinfer.messages import SamplingParams
+from roseinfer.model.device_stream import CudaStream, Event, Stream, to_device
+from roseinfer.model.graphs import CudaGraphs, GraphSize, graph_sizes, prompt_graph_sizes
 from roseinfer.model.loading import LoadedModel, OnProgress, load_model
 from roseinfer.model.pooling import pool, to_host
 from roseinfer.model.replay import Replays
-from roseinfer.model.sampling.logit_edits import GROUP
 from roseinfer.model.sampling.logprobs import LogprobRows, PromptScores
 from roseinfer.model.sampling.sampler import Sampler
 from roseinfer.model.staging import InputStaging, StagedStep, StagingSizes
+from roseinfer.model.warm_up_batches import WARM_UP_KINDS, decode_batch, largest_draw, masked_draw, prompt_batch
 from roseinfer.records import LifecycleState
 
 _MAX_SCORED_ROWS = 128  # at a time: 26 MB of logits of GPT-2's vocabulary
@@ -47,14 +46,6 @@ _MAX_WARM_ROWS = 1024  # a larger step takes many times as long as building its 
 _NUM_BUFFERS = 2  # a step is launched before the one before is read, at most
 # Errors of a request's parameters on the host, before anything of theirs is on the device.
 _PARAMETER_ERRORS = (ArithmeticError, LookupError, TypeError, ValueError)
-
-# Parameters that the warm-up runs a prompt and a decode step with: every kind of sampling.
-WARM_UP_KINDS = (
-    SamplingParams(frequency_penalty=0.1, logit_bias={0: 1.0}),
-    SamplingParams(temperature=0.0),
-    SamplingParams(),
-    SamplingParams(top_p=0.9, num_logprobs=1),
-)
 
 _log = logging.getLogger(__name__)
 
@@ -174,12 +165,14 @@ class ModelRunner:
         self._graph_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # results of graphs
         self._failed_slots = set[int]()  # their owners' parameters could not be used
         self._graphs: CudaGraphs | None = None
+        self._max_graph_context = loaded.max_graph_context
         is_capturable, kernels = loaded.attention.is_capturable and loaded.model.is_capturable, loaded.placement.kernels
         self._replay = Replays(loaded.model.forward, kernels) if kernels is not None and is_capturable else None
         if config.cuda_graphs != "off" and not stream.is_host and is_capturable:
-            fill, sizes_of_graphs = partial(self._staging.stage_decode, None), graph_sizes(limits.max_decode_rows)
-            self._graphs = CudaGraphs(stream, sizes_of_graphs, fill, self._decode)
-            self.info = msgspec.structs.replace(loaded.info, graph_sizes=list(sizes_of_graphs))
+            decode = [GraphSize(num_rows, num_rows, is_decode=True) for num_rows in graph_sizes(limits.max_decode_rows)]
+            prompts = [GraphSize(*size) for size in prompt_graph_sizes(limits.max_tokens, num_slots)]
+            self._graphs = CudaGraphs(stream, (*decode, *prompts), partial(self._stage_graph, None), self._compute)
+            self._tell_graphs(self._graphs)
 
     @property
     def vocab_size(self) -> int:
@@ -196,19 +189,23 @@ class ModelRunner:
 
     def _launch_graph(self, batch: ScheduledBatch, watch: Watch) -> LaunchedBatch | None:
         """Launch the step as one CUDA graph, if there is one for it."""
-        if self._graphs is None or batch.num_device_rows < batch.num_rows:
+        if self._graphs is None or batch.scored or batch.pooled or batch.drafted is not None:
             return None
-        if not self._sampler.can_capture(*_sampled(batch)):
+        slots, next_positions = _sampled(batch)
+        if not self._sampler.can_capture(slots, next_positions):
             return None
-        size = self._graphs.size_for(batch.num_rows, watch)
-        if not size:
+        is_decode = batch.num_device_rows == batch.num_rows
+        if not is_decode and int((batch.starts + batch.num_new_tokens).max()) > self._max_graph_context:
+            return None
+        size = self._graphs.size_for(batch.num_tokens, batch.num_rows, watch, is_decode=is_decode)
+        if size is None:
             return None
         with watch("stage"):
-            self._sampler.refresh(*_sampled(batch))
-            self._staging.stage_decode(batch, size, watch)
+            self._sampler.refresh(slots, next_positions)
+            self._stage_graph(batch, size, watch)
         with watch("forward"):
             self._graphs.replay(size)
-        return self._results.fetch(self._graph_tokens[: batch.num_rows], None, graph_rows=size)
+        return self._results.fetch(self._graph_tokens[: len(slots)], None, graph_rows=size.num_rows)
 
     def _launch_eager(self, batch: ScheduledBatch, watch: Watch) -> LaunchedBatch:
         """Launch the step operation by operation."""
@@ -258,8 +255,7 @@ class ModelRunner:
     def _hidden(self, step: StagedStep) -> torch.Tensor:
         """Hidden rows of the tokens of a staged step, whose keys and values are written to the cache."""
         attend = self._attention.prepare(step.packed)
-        if step.num_gathered:
-            torch.index_select(self._last_token, 0, step.slots, out=step.token_ids[: step.num_gathered])
+        step.gather(self._last_token)
         is_decode = step.num_gathered == len(step.token_ids)
         forward = self._replay if self._replay is not None and is_decode else self._model.forward
         return forward(step.token_ids, step.positions, attend)
@@ -287,14 +283,25 @@ class ModelRunner:
             pieces.append(self._sampler.score(logits, ids, counts[start : start + size]))
         return PromptScores(scored, pieces)
 
-    def _decode(self, num_rows: int) -> None:
-        """A whole step of decoding rows, from staged integers to sampled tokens: the work of a graph."""
-        step = self._staging.decode_step(num_rows)
-        self._staging.put_last_blocks(num_rows)
+    def _stage_graph(self, batch: ScheduledBatch | None, size: GraphSize, watch: Watch = unwatched) -> None:
+        """Send a batch, or None of any request, filled up to the size of a graph."""
+        if size.is_decode:
+            self._staging.stage_decode(batch, size.num_rows, watch)
+        else:
+            self._staging.stage_prompts(batch, size, watch)
+
+    def _compute(self, size: GraphSize) -> None:
+        """A whole step, from staged integers to sampled tokens: the work of a graph."""
+        if size.is_decode:
+            step = self._staging.decode_step(size.num_rows)
+            self._staging.put_last_blocks(size.num_rows)
+        else:
+            step = self._staging.prompt_step(size)
         logits = self._logits(step, self._hidden(step))
-        tokens = self._sampler.sample_captured(logits, step.slots, self._staging.next_positions(num_rows))
-        self._last_token.index_copy_(0, step.slots, tokens.clamp(min=0))
-        self._graph_tokens[:num_rows].copy_(tokens)
+        assert step.next_positions is not None
+        tokens = self._sampler.sample_captured(logits, step.sampled_slots, step.next_positions)
+        self._last_token.index_copy_(0, step.sampled_slots, tokens.clamp(min=0))
+        self._graph_tokens[: size.num_rows].copy_(tokens)
 
     def warm_up(self, max_num_tokens: int) -> None:
         """Run each kind of sampling, and steps of every size up to `max_num_tokens`, once.
@@ -324,11 +331,22 @@ class ModelRunner:
         if graphs is not None and self._captures_at_startup:
             with torch.inference_mode():
                 graphs.capture_all(partial(self._on_progress, LifecycleState.WARMUP, "cuda_graphs"))
+            self._tell_graphs(graphs)
             # Each capture makes torch return the memory that it kept for the next step. A step that does not fit beside
             # the graphs fails here, and not in a stream.
             self.launch(self._prompt_batch(max_num_tokens)).wait()
             self._warm_sampling()
         self._last_token.zero_()
+
+    def _tell_graphs(self, graphs: CudaGraphs) -> None:
+        decode, prompts = graphs.sizes(is_decode=True), graphs.sizes(is_decode=False)
+        self.info = msgspec.structs.replace(
+            self.info,
+            graph_sizes=[size.num_rows for size in decode],
+            prompt_graph_sizes=[(size.num_tokens, size.num_rows) for size in prompts],
+            graph_bytes=graphs.num_bytes,
+            max_graph_bytes=graphs.max_bytes or 0,
+        )
 
     def _warm_sampling(self) -> None:
         """Run the largest draw and masks: a GPU keeps outgrown buffers, and what does not fit must fail here.
@@ -400,71 +418,3 @@ def load_runner(config: Config, max_active_seqs: int, on_progress: OnProgress) -
     device, is_pinned = loaded.placement.device, config.runner.staging == "pinned"
     stream = Stream() if device.type == "cpu" else CudaStream(device, is_pinned=is_pinned)
     return ModelRunner(loaded, stream, limits, config.runner, on_progress)
-
-
-def decode_batch(num_rows: int, start: int = 0, bindings: tuple[SlotBinding, ...] = ()) -> ScheduledBatch:
-    """Rows that decode at one position."""
-    return _batch(start, np.ones(num_rows, np.int32), num_rows, bindings)
-
-
-def prompt_batch(
-    num_tokens: int, max_length: int, num_slots: int, bindings: tuple[SlotBinding, ...] = ()
-) -> ScheduledBatch:
-    """Prompts of zeros, each of `max_length` but the last; no more tokens than the slots can hold."""
-    num_rows = min(-(-num_tokens // max_length), num_slots)
-    lengths = np.full(num_rows, max_length, np.int32)
-    lengths[-1] = min(num_tokens - max_length * (num_rows - 1), max_length)
-    return _batch(0, lengths, 0, bindings)
-
-
-def _batch(
-    start: int, num_new_tokens: Int32Array, num_device_rows: int, bindings: tuple[SlotBinding, ...]
-) -> ScheduledBatch:
-    num_rows = len(num_new_tokens)
-    return ScheduledBatch(
-        step_id=0,
-        slots=np.arange(num_rows, dtype=np.int32),
-        starts=np.full(num_rows, start, np.int32),
-        num_new_tokens=num_new_tokens,
-        samples=np.ones(num_rows, np.bool_),
-        num_device_rows=num_device_rows,
-        token_ids=np.zeros(num_new_tokens[num_device_rows:].sum(), np.int32),
-        block_table=np.tile(np.arange(start + num_new_tokens.max(), dtype=np.int32), (num_rows, 1)),
-        bindings=bindings,
-    )
-
-
-def largest_draw(num_slots: int, vocab_size: int) -> ScheduledBatch:
-    """A row for each slot that keeps more tokens than the sampler's candidates, and must not end yet."""
-    params = SamplingParams(top_k=vocab_size - 1, min_tokens=1, num_logprobs=1)
-    return decode_batch(num_slots, bindings=tuple(SlotBinding(slot, params, 1, (0,)) for slot in range(num_slots)))
-
-
-def masked_draw(num_slots: int, vocab_size: int) -> ScheduledBatch:
-    """As many rows with a grammar as are edited at a time."""
-    params = SamplingParams(temperature=0.0, grammar=Grammar("regex", ""))
-    num_rows = min(GROUP, num_slots)
-    matcher: Future[Matcher] = Future()
-    matcher.set_result(_AnyToken())
-    constraint = Constraint(matcher, params, (), vocab_size)
-    batch = decode_batch(num_rows, bindings=tuple(SlotBinding(slot, params, 1, ()) for slot in range(num_rows)))
-    return msgspec.structs.replace(batch, masks=TokenMasks({(slot, 1): (constraint, 0) for slot in range(num_rows)}))
-
-
-class _AnyToken:
-    """A `Matcher` that allows every token."""
-
-    is_over = False
-    has_failed = False
-    error = ""
-
-    def fill(self, allowed: MaskArray) -> None:
-        allowed[:] = 0xFFFFFFFF
-
-    def accept(self, token_id: int) -> None: ...
-
-    def copy(self) -> "_AnyToken":
-        return self
-
-    def forced(self) -> list[int]:
-        return []

@@ -7,6 +7,7 @@ one block more, for the rows that fill up a CUDA graph: they read and write ther
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,55 +18,105 @@ from roseinfer.engine.core.batch import Int32Array, ScheduledBatch, Watch
 from roseinfer.engine.core.stopwatch import unwatched
 from roseinfer.model.attention.base import DeviceTokens, PackedTokens
 from roseinfer.model.device_stream import Event, Stream
+from roseinfer.model.graphs import GraphSize
 
 IntArray = npt.NDArray[np.integer[Any]]
+IntType = np.dtype[np.integer[Any]]
 
+_NARROW: IntType = np.dtype(np.int32)
+_WIDE: IntType = np.dtype(np.int64)
 _WORD_BYTES = 4
-_LAST_DECODE_FIELD = "query_starts"  # of `StagingSizes.layout`
+_ENTRY_WORDS = 3  # of a new entry of the block table: its index takes two, its block one
+_LINE_WORDS = 16  # a field begins on a line: for pointers that are aligned otherwise Triton compiles a kernel again
+_NUM_KEPT_FIELDS = 128  # sizes of steps; more than there are graphs
+
+
+class Layout:
+    """Where the integers of a step of so many rows and tokens lie in an arena: steps of one size at one place.
+
+    Fields that index tensors are int64, those that attention kernels read are int32. New entries of the block table
+    follow behind the last field.
+    """
+
+    def __init__(self, num_rows: int, num_tokens: int) -> None:
+        self.places: dict[
+            str, tuple[slice, np.dtype[np.integer[Any]]]
+        ] = {}  # words, and the type that they are read as
+        self.num_words = 0
+        # Graphs of decode rows alone bring the block of each row's token.
+        self._add("last_entries", num_rows, _WIDE)  # its index in the block table
+        self._add("last_blocks", num_rows, _NARROW)
+        first_word = self.num_words
+        self._add("slot_indices", num_rows, _WIDE)  # of the rows whose token is gathered
+        self._add("next_positions", num_rows, _WIDE)  # of the tokens to be sampled; graphs alone read it
+        self._add("slots", num_rows, _NARROW)
+        self._add("starts", num_rows, _NARROW)
+        self._add("query_starts", num_rows + 1, _NARROW)
+        self._add("token_positions", num_tokens, _WIDE)
+        self.decode_words = slice(0, self.num_words)
+        # Steps with other rows than those that decode have these too.
+        self._add("sampled_tokens", num_rows, _WIDE)  # index of the last token of each row that samples
+        self._add("sampled_slots", num_rows, _WIDE)
+        self._add("gathered_tokens", num_rows, _WIDE)  # index of each gathered token; graphs alone read it
+        self._add("token_ids", num_tokens + 1, _WIDE)  # a graph puts into the last what it gathers for no token
+        self.step_words = slice(first_word, self.num_words)
+
+    def _add(self, name: str, count: int, dtype: IntType) -> None:
+        num_words = count * dtype.itemsize // _WORD_BYTES
+        self.places[name] = slice(self.num_words, self.num_words + num_words), dtype
+        self.num_words += -(-num_words // _LINE_WORDS) * _LINE_WORDS
+
+
+@dataclass(frozen=True, slots=True)
+class StepFields:
+    """The fields of a step of some size."""
+
+    layout: Layout
+    host: list[dict[str, IntArray]]  # of each arena
+    device: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Arena:
     """Host memory of one step in flight."""
 
+    index: int
     words: torch.Tensor  # int32
-    fields: dict[str, IntArray]
     event: Event  # passes when the last copy out of it is done
 
 
 class Arenas:
-    """The host's arenas and the device's one, with the same fields in the same order and free words behind them.
+    """The host's arenas and the device's one.
 
-    A step's integers lie in one piece of memory and go to the device as one copy. There are two arenas of host memory,
-    so that a step can be written while the one before is being copied; an arena is written again only after the copy
-    that read it. On a CPU there is one, and the device's fields are that memory itself.
+    A step's integers lie in one piece of memory and go to the device as one copy, of what the step uses. There are two
+    arenas of host memory, so that a step can be written while the one before is being copied; an arena is written again
+    only after the copy that read it. On a CPU there is one, and the device's words are that memory itself.
     """
 
-    def __init__(self, stream: Stream, layout: np.dtype[np.void], num_free_words: int = 0) -> None:
+    def __init__(self, stream: Stream, num_words: int) -> None:
         self._stream = stream
-        assert layout.fields is not None
-        self._fields = {name: (field[0], field[1]) for name, field in layout.fields.items()}
-        self.num_field_words = layout.itemsize // _WORD_BYTES
         num_arenas = 1 if stream.is_host else 2
-        self._arenas = [self._new_arena(self.num_field_words + num_free_words) for _ in range(num_arenas)]
+        self._arenas = [
+            Arena(index, stream.new_host_tensor(num_words, torch.int32), stream.new_event())
+            for index in range(num_arenas)
+        ]
         self._turn = 0
         self.num_sent_bytes = 0  # of the last arena
-        field, offset = self._fields[_LAST_DECODE_FIELD]
-        self.num_decode_words = (offset + field.itemsize) // _WORD_BYTES  # up to the end of what a decode step needs
-        self.words = stream.new_device_tensor(self._arenas[0].words)
-        self.fields = self._views(self.words)  # never move: a CUDA graph may read them
+        self.words = stream.new_device_tensor(self._arenas[0].words)  # never moves: a CUDA graph may read it
+        self.fields = lru_cache(_NUM_KEPT_FIELDS)(self._new_fields)
 
-    def _new_arena(self, num_words: int) -> Arena:
-        words = self._stream.new_host_tensor(num_words, torch.int32)
-        fields = {name: view.numpy() for name, view in self._views(words).items()}
-        return Arena(words, fields, self._stream.new_event())
-
-    def _views(self, words: torch.Tensor) -> dict[str, torch.Tensor]:
-        views = {}
-        for name, (field, offset) in self._fields.items():
-            view = words[offset // _WORD_BYTES : (offset + field.itemsize) // _WORD_BYTES]
-            views[name] = view.view(torch.int64) if field.base == np.int64 else view
-        return views
+    def _new_fields(self, num_rows: int, num_tokens: int) -> StepFields:
+        """The fields of a step of so many rows and tokens."""
+        layout = Layout(num_rows, num_tokens)
+        host = [
+            {name: arena.words[words].numpy().view(dtype) for name, (words, dtype) in layout.places.items()}
+            for arena in self._arenas
+        ]
+        device = {
+            name: self.words[words].view(torch.int64 if dtype == _WIDE else torch.int32)
+            for name, (words, dtype) in layout.places.items()
+        }
+        return StepFields(layout, host, device)
 
     def begin(self, watch: Watch = unwatched) -> Arena:
         """The next arena, once the last copy out of it is done."""
@@ -77,12 +128,12 @@ class Arenas:
                 arena.event.synchronize()
         return arena
 
-    def send(self, arena: Arena, num_words: int, watch: Watch = unwatched) -> None:
-        """Queue the copy of the arena's first words."""
+    def send(self, arena: Arena, words: slice, watch: Watch = unwatched) -> None:
+        """Queue the copy of these words of the arena."""
         with watch("h2d"):
-            self._stream.copy(self.words[:num_words], arena.words[:num_words])
+            self._stream.copy(self.words[words], arena.words[words])
             arena.event.record()
-        self.num_sent_bytes = num_words * self.words.itemsize
+        self.num_sent_bytes = (words.stop - words.start) * self.words.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,39 +152,30 @@ class StagingSizes:
         """The most blocks of one slot."""
         return -(-self.max_model_len // self.block_size)
 
-    def layout(self) -> np.dtype[np.void]:
-        """The fields of a step: those that index tensors are int64, those that attention kernels read are int32."""
-        fields: list[tuple[str, type[np.generic], int]] = [
-            # A graph of decode rows reads these.
-            ("slot_indices", np.int64, self.max_rows),
-            ("row_positions", np.int64, self.max_rows),  # of the row's one token
-            ("next_positions", np.int64, self.max_rows),  # of the token to be sampled
-            ("last_entries", np.int64, self.max_rows),  # index in the block table for the row's token
-            ("last_blocks", np.int32, self.max_rows),  # that block
-            ("slots", np.int32, self.max_rows),
-            ("starts", np.int32, self.max_rows),
-            ("query_starts", np.int32, self.max_rows + 1),
-            # All other steps read these too.
-            ("token_ids", np.int64, self.max_tokens),
-            ("token_positions", np.int64, self.max_tokens),
-            ("sampled_tokens", np.int64, self.max_rows),  # index of the last token of each row that samples
-            ("sampled_slots", np.int64, self.max_rows),
-        ]
-        return np.dtype(fields, align=True)
-
 
 @dataclass(frozen=True, slots=True)
 class StagedStep:
     """One step's integers on the device. Rows and tokens that only fill up come last."""
 
     packed: PackedTokens
-    token_ids: torch.Tensor  # int64 [tokens]; the first `num_gathered` are still to be gathered from the slots
-    num_gathered: int
+    token_ids: torch.Tensor  # int64 [tokens]; the first `num_gathered` are there after `gather`
+    num_gathered: int  # in a graph, where it may be any number, that of the rows
     slots: torch.Tensor  # int64 [num_gathered]
     positions: torch.Tensor  # int64 [tokens]
     sampled_tokens: torch.Tensor | None  # int64 [at least num_samples] index of tokens to sample from; None: all
     sampled_slots: torch.Tensor  # int64 [num_samples]
     num_samples: int
+    next_positions: torch.Tensor | None = None  # int64 [num_samples] of the tokens to be sampled; of a graph's step
+    gathered_tokens: torch.Tensor | None = None  # int64 [num_gathered] index of the tokens; None: the first ones
+    gathers_into: torch.Tensor | None = None  # `token_ids`, and one more place
+
+    def gather(self, last_tokens: torch.Tensor) -> None:
+        """Put the tokens int64 [slots] that were sampled last for `slots` among the step's tokens."""
+        if self.gathered_tokens is not None:
+            assert self.gathers_into is not None
+            self.gathers_into.index_copy_(0, self.gathered_tokens, last_tokens.index_select(0, self.slots))
+        elif self.num_gathered:
+            torch.index_select(last_tokens, 0, self.slots, out=self.token_ids[: self.num_gathered])
 
 
 class InputStaging:
@@ -146,8 +188,8 @@ class InputStaging:
         self._padded_rows = padded_rows
         self.spare_slot = sizes.num_slots
         max_entries = 0 if stream.is_host else sizes.num_slots * sizes.max_blocks
-        self.arenas = Arenas(stream, sizes.layout(), 3 * max_entries)  # an entry's place is two words, its block one
-        self._device = self.arenas.fields
+        num_words = Layout(sizes.max_rows, sizes.max_tokens).num_words
+        self.arenas = Arenas(stream, num_words + _ENTRY_WORDS * max_entries)
         num_table_rows = 0 if stream.is_host else sizes.num_slots + 1  # on a CPU the scheduler's own table serves
         self.block_table = torch.zeros(num_table_rows, sizes.max_blocks, dtype=torch.int32, device=stream.device)
         self._is_unsent = np.zeros(sizes.num_slots, np.bool_)
@@ -157,47 +199,76 @@ class InputStaging:
         """Note that the slot has a new owner, none of whose blocks the device knows."""
         self._is_unsent[slot] = True
 
+    def _fields(self, num_rows: int, num_tokens: int) -> StepFields:
+        """The fields of a step. A CPU, for which nothing is copied, has all steps at one place."""
+        if self._is_host:
+            return self.arenas.fields(self._sizes.max_rows, self._sizes.max_tokens)
+        return self.arenas.fields(num_rows, num_tokens)
+
+    # --- steps that are queued operation by operation ---
+
     def stage(self, batch: ScheduledBatch, watch: Watch = unwatched) -> StagedStep:
         """Send a batch. The result is valid until the next step is staged."""
         arena = self.arenas.begin(watch)
-        if batch.num_device_rows == batch.num_rows:
-            step = self._pack_decode(batch, arena.fields)
-        else:
-            step = self._pack(batch, arena.fields)
+        fields = self._fields(self._padded_rows(batch.num_rows), self._padded_rows(batch.num_tokens))
+        host = fields.host[arena.index]
+        is_decode = batch.num_device_rows == batch.num_rows
+        step = self._pack_decode(batch, fields, host) if is_decode else self._pack(batch, fields, host)
         if not self._is_host:
-            arena.fields["slots"][: batch.num_rows] = batch.slots
-            arena.fields["starts"][: batch.num_rows] = batch.starts
-            arena.fields["query_starts"][: batch.num_rows + 1] = step.packed.query_starts
-            self._send_with_entries(batch, arena, watch)
+            self._put_rows(batch, host, step.packed.query_starts)
+            self._send_with_entries(batch, arena, fields, watch)
         return step
 
-    def _pack_decode(self, batch: ScheduledBatch, host: dict[str, IntArray]) -> StagedStep:
+    def _pack_decode(self, batch: ScheduledBatch, fields: StepFields, host: dict[str, IntArray]) -> StagedStep:
         """Rows that have one token each and sample: rows, tokens and samples are the same."""
         num_rows = batch.num_rows
         num_tokens = self._padded_rows(num_rows)
         slots, positions = _repeat_last(batch.slots, num_tokens), _repeat_last(batch.starts, num_tokens)
         host["slot_indices"][:num_tokens] = slots
         host["token_positions"][:num_tokens] = positions
-        packed = self._packed(batch, slots, positions, self._counting[: num_rows + 1])
-        return self._decode_step(packed, self._device["token_positions"][:num_tokens], num_rows)
+        packed = self._packed(batch, fields, slots, positions, self._counting[: num_rows + 1])
+        return self._decode_step(packed, fields, num_tokens, num_rows)
 
-    def _decode_step(self, packed: PackedTokens, positions: torch.Tensor, num_rows: int) -> StagedStep:
-        num_tokens = len(positions)
-        slots = self._device["slot_indices"][:num_tokens]
+    def _decode_step(self, packed: PackedTokens, fields: StepFields, num_tokens: int, num_rows: int) -> StagedStep:
+        slots = fields.device["slot_indices"][:num_tokens]
         return StagedStep(
             packed=packed,
-            token_ids=self._device["token_ids"][:num_tokens],
+            token_ids=fields.device["token_ids"][:num_tokens],
             num_gathered=num_tokens,
             slots=slots,
-            positions=positions,
+            positions=fields.device["token_positions"][:num_tokens],
             sampled_tokens=None,
             sampled_slots=slots[:num_rows],
             num_samples=num_rows,
+            next_positions=fields.device["next_positions"][:num_rows],
         )
 
-    def _pack(self, batch: ScheduledBatch, host: dict[str, IntArray]) -> StagedStep:
+    def _pack(self, batch: ScheduledBatch, fields: StepFields, host: dict[str, IntArray]) -> StagedStep:
+        num_tokens, num_samples = self._padded_rows(batch.num_tokens), int(np.count_nonzero(batch.samples))
+        num_sampled = self._padded_rows(num_samples) if num_samples else 0
+        query_starts, row_of_token, positions = self._put_tokens(batch, host, num_tokens, num_sampled)
+        if batch.num_rows > 1 and (batch.slots[1:] == batch.slots[:-1]).any():  # attention takes a draft's rows as one
+            query_starts = query_starts[np.flatnonzero(np.append(np.diff(batch.slots, prepend=-1) != 0, True))]
+        device = fields.device
+        return StagedStep(
+            packed=self._packed(batch, fields, batch.slots[row_of_token], positions, query_starts),
+            token_ids=device["token_ids"][:num_tokens],
+            num_gathered=batch.num_device_rows,
+            slots=device["slot_indices"][: batch.num_device_rows],
+            positions=device["token_positions"][:num_tokens],
+            sampled_tokens=device["sampled_tokens"][:num_sampled],
+            sampled_slots=device["sampled_slots"][:num_samples],
+            num_samples=num_samples,
+        )
+
+    def _put_tokens(
+        self, batch: ScheduledBatch, host: dict[str, IntArray], num_tokens: int, num_sampled: int
+    ) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """Write what a batch computes, the last token repeated up to `num_tokens`, and what it samples, likewise.
+
+        Returns the index of each row's first token, and of each token its row and its position.
+        """
         num_rows, num_gathered = batch.num_rows, batch.num_device_rows
-        num_tokens = self._padded_rows(batch.num_tokens)
         query_starts = np.zeros(num_rows + 1, np.int32)
         np.cumsum(batch.num_new_tokens, out=query_starts[1:])
         row_of_token = _repeat_last(np.repeat(self._counting[:num_rows], batch.num_new_tokens), num_tokens)
@@ -207,25 +278,18 @@ class InputStaging:
         host["token_ids"][num_gathered:num_tokens] = _repeat_last(batch.token_ids, num_tokens - num_gathered)
         host["token_positions"][:num_tokens] = positions
         sampling_rows = np.flatnonzero(batch.samples)
-        num_samples = len(sampling_rows)
-        num_sampled = self._padded_rows(num_samples) if num_samples else 0
-        host["sampled_tokens"][:num_sampled] = _repeat_last(query_starts[1:][sampling_rows] - 1, num_sampled)
-        host["sampled_slots"][:num_samples] = batch.slots[sampling_rows]
-        if num_rows > 1 and (batch.slots[1:] == batch.slots[:-1]).any():  # attention takes rows of a draft as one
-            query_starts = query_starts[np.flatnonzero(np.append(np.diff(batch.slots, prepend=-1) != 0, True))]
-        return StagedStep(
-            packed=self._packed(batch, batch.slots[row_of_token], positions, query_starts),
-            token_ids=self._device["token_ids"][:num_tokens],
-            num_gathered=num_gathered,
-            slots=self._device["slot_indices"][:num_gathered],
-            positions=self._device["token_positions"][:num_tokens],
-            sampled_tokens=self._device["sampled_tokens"][:num_sampled],
-            sampled_slots=self._device["sampled_slots"][:num_samples],
-            num_samples=num_samples,
-        )
+        last_tokens = query_starts[1:][sampling_rows] - 1
+        host["sampled_tokens"][:num_sampled] = _repeat_last(last_tokens, num_sampled) if len(sampling_rows) else 0
+        host["sampled_slots"][: len(sampling_rows)] = batch.slots[sampling_rows]
+        return query_starts, row_of_token, positions
 
     def _packed(
-        self, batch: ScheduledBatch, slots: Int32Array, positions: Int32Array, query_starts: Int32Array
+        self,
+        batch: ScheduledBatch,
+        fields: StepFields,
+        slots: Int32Array,
+        positions: Int32Array,
+        query_starts: Int32Array,
     ) -> PackedTokens:
         is_decode = batch.num_device_rows == batch.num_rows
         max_query_len = 1 if is_decode else int(np.diff(query_starts).max())
@@ -241,27 +305,34 @@ class InputStaging:
             max_context_len=self._sizes.max_model_len
             if has_one_range
             else int((batch.starts + batch.num_new_tokens).max()),
-            device=None if self._is_host else self._device_tokens(batch.num_rows),
+            device=None if self._is_host else self._device_tokens(fields, batch.num_rows),
         )
 
-    def _device_tokens(self, num_rows: int) -> DeviceTokens:
+    def _device_tokens(self, fields: StepFields, num_rows: int) -> DeviceTokens:
         return DeviceTokens(
-            slots=self._device["slots"][:num_rows],
-            starts=self._device["starts"][:num_rows],
-            query_starts=self._device["query_starts"][: num_rows + 1],
+            slots=fields.device["slots"][:num_rows],
+            starts=fields.device["starts"][:num_rows],
+            query_starts=fields.device["query_starts"][: num_rows + 1],
             block_table=self.block_table,
             table_stride=self.block_table.stride(0),
         )
 
-    def _send_with_entries(self, batch: ScheduledBatch, arena: Arena, watch: Watch) -> None:
+    def _put_rows(self, batch: ScheduledBatch, host: dict[str, IntArray], query_starts: Int32Array) -> None:
+        """Write what attention on a GPU reads."""
+        host["slots"][: batch.num_rows] = batch.slots
+        host["starts"][: batch.num_rows] = batch.starts
+        host["query_starts"][: batch.num_rows + 1] = query_starts
+
+    def _send_with_entries(self, batch: ScheduledBatch, arena: Arena, fields: StepFields, watch: Watch) -> None:
         """Send everything in one copy, and put the new entries into the device's block table."""
         entries, blocks = self._new_entries(batch)
-        first, count = self.arenas.num_field_words, len(entries)
+        first, count = fields.layout.num_words, len(entries)
         host_entries, host_blocks = _entries(arena.words, first, count)
         host_entries.numpy()[:] = entries
         host_blocks.numpy()[:] = blocks
-        self.arenas.send(arena, first + 3 * count, watch)
-        self.block_table.view(-1).scatter_(0, *_entries(self.arenas.words, first, count))
+        self.arenas.send(arena, slice(fields.layout.step_words.start, first + _ENTRY_WORDS * count), watch)
+        if count:
+            self.block_table.view(-1).scatter_(0, *_entries(self.arenas.words, first, count))
 
     def _new_entries(self, batch: ScheduledBatch) -> tuple[npt.NDArray[np.int64], Int32Array]:
         """Entries of the block table that the rows need and the device does not have: their indices, and the blocks.
@@ -278,13 +349,16 @@ class InputStaging:
         self._is_unsent[slots] = False
         return rows * self._sizes.max_blocks + columns, batch.block_table[rows, columns]
 
+    # --- steps that a graph holds ---
+
     def stage_decode(self, batch: ScheduledBatch | None, num_rows: int, watch: Watch = unwatched) -> None:
         """Send rows that decode, filled up to `num_rows`, to where `decode_step(num_rows)` reads them.
 
         None means no rows but those that fill up.
         """
         arena = self.arenas.begin(watch)
-        host, max_blocks = arena.fields, self._sizes.max_blocks
+        fields, max_blocks = self._fields(num_rows, num_rows), self._sizes.max_blocks
+        host = fields.host[arena.index]
         num_used = 0 if batch is None else batch.num_rows
         if batch is not None:
             columns = batch.starts // self._sizes.block_size
@@ -292,37 +366,89 @@ class InputStaging:
             host["starts"][:num_used] = batch.starts
             host["last_entries"][:num_used] = batch.slots.astype(np.int64) * max_blocks + columns
             host["last_blocks"][:num_used] = batch.block_table[batch.slots, columns]
-        host["slots"][num_used:num_rows] = self.spare_slot
-        host["starts"][num_used:num_rows] = 0
-        host["last_entries"][num_used:num_rows] = self.spare_slot * max_blocks
-        host["last_blocks"][num_used:num_rows] = self._sizes.spare_block
-        host["slot_indices"][:num_rows] = host["slots"][:num_rows]
-        host["row_positions"][:num_rows] = host["starts"][:num_rows]
-        host["next_positions"][:num_rows] = host["starts"][:num_rows] + 1
-        host["query_starts"][: num_rows + 1] = self._counting[: num_rows + 1]
-        self.arenas.send(arena, self.arenas.num_decode_words, watch)
+        host["slots"][num_used:] = self.spare_slot
+        host["starts"][num_used:] = 0
+        host["last_entries"][num_used:] = self.spare_slot * max_blocks
+        host["last_blocks"][num_used:] = self._sizes.spare_block
+        host["slot_indices"][:] = host["slots"]
+        host["token_positions"][:] = host["starts"]
+        host["next_positions"][:] = host["starts"] + 1
+        host["query_starts"][:] = self._counting[: num_rows + 1]
+        self.arenas.send(arena, fields.layout.decode_words, watch)
 
     def decode_step(self, num_rows: int) -> StagedStep:
-        """The step that `stage_decode` sends, at addresses that never change. Its host arrays are placeholders."""
-        packed = PackedTokens(
-            slots=np.full(num_rows, self.spare_slot, np.int32),
-            positions=np.zeros(num_rows, np.int32),
-            query_starts=self._counting[: num_rows + 1],
-            block_table=np.zeros((0, self._sizes.max_blocks), np.int32),
-            max_query_len=1,
-            max_context_len=self._sizes.max_model_len,
-            device=self._device_tokens(num_rows),
-        )
-        return self._decode_step(packed, self._device["row_positions"][:num_rows], num_rows)
+        """The step that `stage_decode` sends, at addresses that never change."""
+        fields = self._fields(num_rows, num_rows)
+        return self._decode_step(self._packed_for_graph(fields, num_rows, num_rows, 1), fields, num_rows, num_rows)
 
     def put_last_blocks(self, num_rows: int) -> None:
         """Put the blocks that `stage_decode` sent into the device's block table. Part of the graph."""
-        entries, blocks = self._device["last_entries"][:num_rows], self._device["last_blocks"][:num_rows]
-        self.block_table.view(-1).scatter_(0, entries, blocks)
+        device = self._fields(num_rows, num_rows).device
+        self.block_table.view(-1).scatter_(0, device["last_entries"], device["last_blocks"])
 
-    def next_positions(self, num_rows: int) -> torch.Tensor:
-        """The positions of the tokens that the rows of `stage_decode` sample: int64 [num_rows]."""
-        return self._device["next_positions"][:num_rows]
+    def stage_prompts(self, batch: ScheduledBatch | None, size: GraphSize, watch: Watch = unwatched) -> None:
+        """Send rows of which some do not decode, filled up to `size`, to where `prompt_step(size)` reads them.
+
+        Rows that fill up have no tokens, and tokens that fill up no row: attention leaves both alone. What the former
+        sample is the spare slot's. None means no other rows.
+        """
+        arena = self.arenas.begin(watch)
+        fields = self._fields(size.num_rows, size.num_tokens)
+        host = fields.host[arena.index]
+        num_rows = num_tokens = num_gathered = num_samples = 0
+        if batch is not None:
+            num_rows, num_tokens, num_gathered = batch.num_rows, batch.num_tokens, batch.num_device_rows
+            query_starts, _, _ = self._put_tokens(batch, host, size.num_tokens, size.num_rows)
+            self._put_rows(batch, host, query_starts)
+            next_positions = (batch.starts + batch.num_new_tokens)[batch.samples]
+            num_samples = len(next_positions)
+            host["next_positions"][:num_samples] = next_positions
+        else:
+            for name in ("token_ids", "token_positions", "sampled_tokens"):
+                host[name][:] = 0
+        host["slots"][num_rows:] = self.spare_slot
+        host["starts"][num_rows:] = 0
+        host["query_starts"][num_rows:] = num_tokens
+        host["slot_indices"][num_gathered:] = self.spare_slot
+        host["gathered_tokens"][:num_gathered] = self._counting[:num_gathered]
+        host["gathered_tokens"][num_gathered:] = size.num_tokens
+        host["sampled_slots"][num_samples:] = self.spare_slot
+        host["next_positions"][num_samples:] = 1
+        if batch is None:
+            self.arenas.send(arena, fields.layout.step_words, watch)
+        else:
+            self._send_with_entries(batch, arena, fields, watch)
+
+    def prompt_step(self, size: GraphSize) -> StagedStep:
+        """The step that `stage_prompts` sends, at addresses that never change."""
+        fields = self._fields(size.num_rows, size.num_tokens)
+        device = fields.device
+        return StagedStep(
+            packed=self._packed_for_graph(fields, size.num_rows, size.num_tokens, size.num_tokens),
+            token_ids=device["token_ids"][: size.num_tokens],
+            num_gathered=size.num_rows,
+            slots=device["slot_indices"],
+            positions=device["token_positions"],
+            sampled_tokens=device["sampled_tokens"],
+            sampled_slots=device["sampled_slots"],
+            num_samples=size.num_rows,
+            next_positions=device["next_positions"],
+            gathered_tokens=device["gathered_tokens"],
+            gathers_into=device["token_ids"],
+        )
+
+    def _packed_for_graph(self, fields: StepFields, num_rows: int, num_tokens: int, max_query_len: int) -> PackedTokens:
+        """Its host arrays are placeholders."""
+        return PackedTokens(
+            slots=np.full(num_tokens, self.spare_slot, np.int32),
+            positions=np.zeros(num_tokens, np.int32),
+            query_starts=self._counting[: num_rows + 1],
+            block_table=np.zeros((0, self._sizes.max_blocks), np.int32),
+            max_query_len=max_query_len,
+            max_context_len=self._sizes.max_model_len,
+            device=self._device_tokens(fields, num_rows),
+            is_captured=True,
+        )
 
 
 def _entries(words: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:

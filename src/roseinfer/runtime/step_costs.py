@@ -138,6 +138,8 @@ class StepCosts:
 
 
 def size_of(record: StepRecord) -> StepSize:
-    """Returns the size of a step; with a graph, the rows are those of the graph."""
-    rows = max(record.num_decode_seqs + record.num_draft_tokens, record.graph_rows)
+    """Returns the size of a step; where a graph decodes alone, the rows are those of the graph."""
+    rows = record.num_decode_seqs + record.num_draft_tokens
+    if record.kind == "decode":
+        rows = max(rows, record.graph_rows)
     return StepSize(rows, record.num_prefill_tokens, record.num_context_tokens)

@@ -49,6 +49,8 @@ class LateStream(Stream):
         self.num_allocations = 0  # of host or device memory
         self.copied_words: list[int] = []  # of each copy
         self.num_captures = 0
+        self.num_free_bytes = 1 << 30
+        self.graph_bytes = 1 << 20  # that a capture takes
 
     @property
     def num_queued(self) -> int:
@@ -85,9 +87,13 @@ class LateStream(Stream):
 
     def capture(self, work: Callable[[], None]) -> Graph:
         self.num_captures += 1
+        self.num_free_bytes -= self.graph_bytes
         for _ in range(NUM_WARM_RUNS):
             work()
         return RecordedGraph(work)
+
+    def free_bytes(self) -> int:
+        return self.num_free_bytes
 
 
 class RecordedGraph:

@@ -41,7 +41,10 @@ UNPADDED = Unpadded(torch.device("cpu"), torch.float32)
 
 
 class DeviceAttention:
-    """Attention of one head from `tokens.device`, in operators that a graph can hold."""
+    """Attention of one head from `tokens.device`, in operators that a graph can hold.
+
+    Tokens past the last row are not a number, and are written into the spare block.
+    """
 
     name = "fake"
     is_capturable = True
@@ -62,10 +65,12 @@ class DeviceAttention:
         self, tokens: DeviceTokens, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         index = torch.arange(len(q), dtype=torch.int32)
-        rows = torch.searchsorted(tokens.query_starts, index, right=True) - 1
+        is_token = index < tokens.query_starts[-1]
+        rows = (torch.searchsorted(tokens.query_starts, index, right=True) - 1).clamp(max=len(tokens.starts) - 1)
         size, positions = self.cache.block_size, (tokens.starts[rows] + index - tokens.query_starts[rows]).long()
+        positions = positions.where(is_token, 0)
         blocks = tokens.block_table[tokens.slots[rows]].long()  # [tokens, max_blocks]
-        own = blocks.gather(1, (positions // size).unsqueeze(-1)).squeeze(-1)
+        own = blocks.gather(1, (positions // size).unsqueeze(-1)).squeeze(-1).where(is_token, self.cache.num_blocks - 1)
         keys, values = self.cache.keys[layer][:, 0], self.cache.values[layer][:, 0]  # [blocks, block_size, head_dim]
         keys.index_put_((own, positions % size), k)
         values.index_put_((own, positions % size), v)
@@ -73,7 +78,7 @@ class DeviceAttention:
         is_hidden = torch.arange(scores.shape[1]) > positions.unsqueeze(-1)
         weights = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)
         mixed = weights.masked_fill(is_hidden, 0).unsqueeze(-1) * values[blocks].flatten(1, 2)
-        return mixed.nan_to_num().sum(1)
+        return mixed.nan_to_num().sum(1).where(is_token.unsqueeze(-1), torch.nan)
 
 
 class RowModel:

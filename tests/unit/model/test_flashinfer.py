@@ -7,6 +7,7 @@ from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from roseinfer.model.attention import registry
 from roseinfer.model.attention.base import AttentionSpec
 from roseinfer.model.device import Placement
 from roseinfer.model.kv_cache import dtype_of
-from tests.attention_cases import CPU, Bench, Case, check_history, textbook
+from tests.attention_cases import CPU, Bench, Case, check_history, new_backend, textbook
 from tests.unit.model.fake_device import LateStream
 from tests.unit.model.triton_processes import Worker, interpreter_process
 
@@ -154,6 +155,18 @@ def test_a_flashinfer_that_was_asked_for_and_fails_ends_the_start_with_one_sente
 @pytest.mark.parametrize("case", [Case(2, 2, dtype=HALF), Case(4, 1, 128, 8, 50, dtype=HALF)], ids=str)
 def test_flashinfer_is_told_which_pages_to_read(interpreter: Worker, case: Case) -> None:
     interpreter.call(check_flashinfer, case)
+
+
+def check_captured(case: Case) -> None:
+    check_flashinfer(case)
+    bench = Bench(case, CPU, 2, 64)
+    backend = new_backend(bench, "flashinfer")
+    with patch.object(FakeWrapper, "plan", side_effect=AssertionError):
+        bench.step(backend, [(0, 17), (1, 30)], num_padding_rows=6)
+
+
+def test_a_graph_with_prompts_does_without_a_plan(interpreter: Worker) -> None:
+    interpreter.call(check_captured, Case(2, 2, dtype=HALF))
 
 
 def test_the_pages_of_flashinfer() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from roseinfer.engine.core.batch import Int32Array, ScheduledBatch
 from roseinfer.model.device_stream import Stream
-from roseinfer.model.staging import InputStaging, StagedStep, StagingSizes
+from roseinfer.model.graphs import GraphSize
+from roseinfer.model.staging import InputStaging, Layout, StagedStep, StagingSizes
 from tests.unit.model.fake_device import LateStream
 
 SIZES = StagingSizes(num_slots=6, max_rows=8, max_tokens=64, max_model_len=40, block_size=8, spare_block=99)
@@ -57,6 +58,14 @@ def put(staging: InputStaging, batch: ScheduledBatch, size: int) -> StagedStep:
     staging.stage_decode(batch, size)
     staging.put_last_blocks(size)
     return staging.decode_step(size)
+
+
+def put_prompts(staging: InputStaging, batch: ScheduledBatch | None, size: GraphSize) -> StagedStep:
+    """The same of a graph with prompts; the token that slot s sampled last is -s."""
+    staging.stage_prompts(batch, size)
+    step = staging.prompt_step(size)
+    step.gather(-torch.arange(SIZES.num_slots + 1))
+    return step
 
 
 # --- what the integers say --------------------------------------------------------------------------------------------
@@ -157,15 +166,24 @@ def test_a_step_is_one_copy_and_takes_no_memory() -> None:
 
 def test_a_token_brings_its_id_and_its_position() -> None:
     """Eight bytes each, and nothing else: attention finds the positions of a row's tokens by the row."""
-    small, large = (replace(SIZES, max_tokens=count).layout().itemsize for count in (64, 66))
-    assert large - small == 2 * (8 + 8)
-
-
-def test_decode_rows_bring_nothing_but_rows() -> None:
-    """Whatever the length of a prompt, or of the block table."""
     stream = LateStream()
-    make(stream).stage_decode(batch_of([(4, 9, 1)], 1), 2)
-    assert stream.copied_words[-1] <= 8 * 2 * SIZES.max_rows
+    staging = make(stream)
+    for count in (8, 24):
+        staging.stage(batch_of([(1, 1, count - 1)]))
+    small, large = stream.copied_words
+    assert large - small == 16 * (2 + 2) + 3 * 2, "and two blocks more begin"
+
+
+def test_a_step_sends_what_it_uses() -> None:
+    """Whatever the longest step is, and the longest prompt."""
+    stream = LateStream()
+    sizes = replace(SIZES, max_rows=1000, max_tokens=100_000, max_model_len=10_000)
+    staging = InputStaging(stream, sizes, as_it_is)
+    table = np.zeros((6, sizes.max_blocks), np.int32)
+    staging.stage(batch_of([(4, 9, 1), (1, 0, 3)], 1, table))
+    staging.stage_decode(batch_of([(4, 10, 1)], 1, table), 2)
+    staging.stage_prompts(batch_of([(4, 11, 1), (1, 3, 3)], 1, table), GraphSize(16, 8))
+    assert max(stream.copied_words) <= Layout(8, 16).num_words < 500
 
 
 def test_an_arena_is_written_again_only_when_its_copy_is_done() -> None:
@@ -193,8 +211,69 @@ def test_graphs_read_where_they_were_captured() -> None:
     assert device is not None
     assert captured.slots.tolist() == device.slots.tolist() == [3, 5, 6, 6]
     assert captured.positions.tolist() == device.starts.tolist() == [17, 2, 0, 0]
-    assert staging.next_positions(4).tolist() == [18, 3, 1, 1]
+    assert captured.next_positions is not None
+    assert captured.next_positions.tolist() == [18, 3, 1, 1]
     assert device.query_starts.tolist() == [0, 1, 2, 3, 4]
+
+
+# --- steps with prompts, in graphs ------------------------------------------------------------------------------------
+
+SIZE = GraphSize(num_tokens=16, num_rows=6)
+MIXED = [(4, 9, 1), (2, 3, 1), (1, 0, 3), (0, 6, 2)]
+
+
+def test_a_mixed_step_is_filled_up_to_its_graph() -> None:
+    """Rows without tokens, tokens without a row, samples for the spare slot."""
+    staging = make(LateStream())
+    step = put_prompts(staging, batch_of(MIXED, 2, samples=[True, True, False, True]), SIZE)
+    device, spare = step.packed.device, staging.spare_slot
+    assert device is not None
+    assert device.slots.tolist() == [4, 2, 1, 0, spare, spare]
+    assert device.starts.tolist() == [9, 3, 0, 6, 0, 0]
+    assert device.query_starts.tolist() == [0, 1, 2, 5, 7, 7, 7]
+    assert step.token_ids.tolist()[:7] == [-4, -2, 100, 101, 102, 6, 7]
+    assert step.positions.tolist()[:7] == [9, 3, 0, 1, 2, 6, 7]
+    assert len(step.token_ids) == len(step.positions) == 16
+    assert step.sampled_tokens is not None
+    assert step.next_positions is not None
+    assert step.sampled_tokens.tolist()[:3] == [0, 1, 6]
+    assert set(step.sampled_tokens.tolist()) <= set(range(7)), "of tokens that a row has"
+    assert step.sampled_slots.tolist() == [4, 2, 0, spare, spare, spare]
+    assert step.next_positions.tolist()[:3] == [10, 4, 8]
+    assert step.num_samples == 6
+    for slot, start, count in MIXED:
+        num_blocks = -(-(start + count) // 8)
+        first = -(-start // 8)
+        assert staging.block_table[slot, first:num_blocks].tolist() == TABLE[slot, first:num_blocks].tolist()
+
+
+def test_a_step_of_nobody_has_no_tokens() -> None:
+    """What a capture runs on: after a step of others, whose integers must not be there any more."""
+    staging = make(LateStream())
+    put_prompts(staging, batch_of(MIXED, 2), SIZE)
+    table = staging.block_table.clone()
+    step = put_prompts(staging, None, SIZE)
+    assert step.packed.device is not None
+    assert step.packed.device.query_starts.tolist() == [0] * 7
+    for slots in (step.packed.device.slots, step.slots, step.sampled_slots):
+        assert set(slots.tolist()) == {staging.spare_slot}
+    assert not any(integers.any() for integers in (step.token_ids, step.positions))
+    assert torch.equal(staging.block_table, table)
+
+
+@pytest.mark.parametrize("size", [GraphSize(7, 4), GraphSize(8, 6), GraphSize(64, 6)])
+def test_a_graph_with_prompts_reads_where_it_was_captured(size: GraphSize) -> None:
+    staging = make(LateStream())
+    captured = put_prompts(staging, None, size)
+    other = GraphSize(32, 6)
+    staging.stage(batch_of([(4, 9, 1), (1, 0, 30)], 1))
+    put_prompts(staging, batch_of([(4, 9, 1), (1, 0, 30)], 1), other)
+    staging.stage_prompts(batch_of(MIXED, 2), size)
+    captured.gather(-torch.arange(SIZES.num_slots + 1))
+    assert captured.token_ids.tolist()[:7] == [-4, -2, 100, 101, 102, 6, 7]
+    assert captured.positions.tolist()[:7] == [9, 3, 0, 1, 2, 6, 7]
+    assert captured.packed.device is not None
+    assert captured.packed.device.query_starts.tolist() == [0, 1, 2, 5] + [7] * (size.num_rows - 3)
 
 
 # --- the block table --------------------------------------------------------------------------------------------------
@@ -216,7 +295,8 @@ def test_only_new_entries_travel() -> None:
 
     def num_sent(rows: list[tuple[int, int, int]]) -> int:
         staging.stage(batch_of(rows))
-        return (stream.copied_words[-1] - staging.arenas.num_field_words) // 3
+        layout = Layout(len(rows), sum(count for _, _, count in rows))
+        return (stream.copied_words[-1] - (layout.num_words - layout.step_words.start)) // 3
 
     assert num_sent([(1, 16, 3)]) == 3  # a prefix of two blocks was found in the cache: they come along
     assert num_sent([(1, 19, 2)]) == 0
@@ -257,6 +337,8 @@ def test_the_device_has_the_blocks_of_every_row(data: st.DataObject) -> None:
             state.end += count
         if is_decode:
             put(staging, batch_of(rows, len(rows), table), data.draw(st.integers(len(rows), 8)))
+        elif data.draw(st.booleans()):
+            put_prompts(staging, batch_of(rows, table=table), GraphSize(64, 6))
         else:
             staging.stage(batch_of(rows, table=table))
         for slot, _, _ in rows:
@@ -264,8 +346,10 @@ def test_the_device_has_the_blocks_of_every_row(data: st.DataObject) -> None:
             assert staging.block_table[slot, :num_blocks].tolist() == table[slot, :num_blocks].tolist()
 
 
-def test_fields_do_not_overlap() -> None:
-    fields = make(LateStream()).arenas.fields.values()
+@pytest.mark.parametrize("num_tokens", [3, 8, 61])
+def test_fields_do_not_overlap_and_are_aligned_alike(num_tokens: int) -> None:
+    """Whatever their length: Triton compiles a kernel for each alignment of its pointers, to 16 bytes or to less."""
+    fields = make(LateStream()).arenas.fields(3, num_tokens).device.values()
     places = sorted((field.data_ptr(), field.data_ptr() + field.nbytes) for field in fields)
     assert all(end <= begin for (_, end), (begin, _) in pairwise(places))
-    assert all(begin % 8 == 0 for begin, _ in places)
+    assert len({begin % 16 for begin, _ in places}) == 1

@@ -11,12 +11,13 @@ from roseinfer.config.options import RunnerConfig
 from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.messages import SamplingParams
 from roseinfer.model.device import Scratch
-from roseinfer.model.device_stream import graph_sizes
-from roseinfer.model.runner import WARM_UP_KINDS, ModelRunner, decode_batch
+from roseinfer.model.graphs import graph_sizes
+from roseinfer.model.runner import ModelRunner
 from roseinfer.model.sampling import torch as sampling_torch
 from roseinfer.model.sampling.logit_edits import GROUP, GrammarMasks
 from roseinfer.model.sampling.slot_table import SlotTable
 from roseinfer.model.sampling.torch import TorchSampling
+from roseinfer.model.warm_up_batches import WARM_UP_KINDS, decode_batch
 from tests.unit.model.conftest import MakePlayer, Shape
 from tests.unit.model.fake_device import LateStream
 from tests.unit.model.fake_model import make_runner, row_model

@@ -70,14 +70,15 @@ class PackedTokens:
     max_query_len: int  # most tokens of a row
     max_context_len: int  # most positions that a token sees, its own included, without regard to windows
     device: DeviceTokens | None = None  # the same on a GPU; None on a CPU
+    is_captured: bool = False  # by a CUDA graph: `device` and the two maxima alone say what a replay computes
 
 
 class AttentionBackend(Protocol):
     """One way to compute attention over the paged KV cache."""
 
     name: str
-    # A step of single tokens can be repeated after another `prepare`, with as many rows: by a CUDA graph, where only
-    # `PackedTokens.device` is read, or by `model/replay.py`.
+    # A step can be repeated after another `prepare`: any step by a CUDA graph (`PackedTokens.is_captured`), and one of
+    # single tokens, with as many rows, by `model/replay.py`.
     is_capturable: bool
 
     def prepare(self, tokens: PackedTokens) -> Attend:

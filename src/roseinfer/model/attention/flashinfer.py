@@ -1,8 +1,8 @@
-"""Attention over pages with FlashInfer's kernel for prompts, and Triton's for decoding.
+"""Attention over pages with FlashInfer's kernel for long steps with prompts, and Triton's for others.
 
 FlashInfer plans a step on the host, from lengths, before it runs; a captured graph has no host and no lengths. So steps
-of single tokens go through `TritonAttention`, which a graph can hold, and steps with a longer row, which run outside of
-graphs in any case, through FlashInfer, whose kernels are faster there.
+of single tokens, and all that a graph holds, go through `TritonAttention`, and steps with a longer row that no graph
+holds through FlashInfer, whose kernels are faster there.
 
 A wrapper of FlashInfer writes its plan to pinned memory of its own, from where it is copied in the stream. A host that
 is a step ahead would write the next plan over one that has not been copied. So each step takes the other of two
@@ -113,7 +113,7 @@ class FlashInferAttention:
 
     def prepare(self, tokens: PackedTokens) -> Attend:
         """Reads both the host's and the device's side of the step."""
-        if tokens.max_query_len == 1:
+        if tokens.max_query_len == 1 or tokens.is_captured:
             return self._single.prepare(tokens)
         self._plan([tokens.query_starts, *page_index(tokens, self._cache.block_size)])
         return partial(self._attend, tokens)

@@ -91,10 +91,11 @@ class Cause(StrEnum):
     )
     GRAPH_MISS = Row(
         name="graph_miss",
-        meaning="a decode step that no CUDA graph could hold, as far as it took longer than usual",
+        meaning="a step that no CUDA graph could hold, as far as it took longer than in one",
         option="runner.cuda_graphs",
-        advice="`startup` captures all sizes that a step of decoding rows can have. Steps with prompt tokens, and "
-        "rows that ask for log-probabilities, run without a graph whatever this says.",
+        advice="`startup` captures all sizes that a step of decoding rows can have, and steps with prompts up to 1,024 "
+        "tokens (`scheduler.max_num_batched_tokens`), as far as the GPU's memory allows: the log names what it does "
+        "not. Rows that ask for log-probabilities run without a graph whatever this says.",
         story="no CUDA graph could hold its {step.num_decode_seqs} decoding and {step.num_prefill_seqs} other rows",
         place="host",
         color="#bb0055",

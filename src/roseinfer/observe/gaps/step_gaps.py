@@ -42,6 +42,7 @@ class GapSplitter:
 
     def __init__(self, *, has_graphs: bool) -> None:
         self.costs = StepCosts()
+        self._costs_of_mixed = StepCosts()  # of steps with prompt tokens, in graphs
         self._has_graphs = has_graphs
         self._last: StepRecord | None = None  # with tokens
 
@@ -56,9 +57,15 @@ class GapSplitter:
             compute_ns = _compute_ns(record, total_ns)
             segments = self._split(record, last, total_ns, compute_ns)
             gap = StepGap(last.tokens_ns, record.tokens_ns, record.step_id, segments)
-            if record.kind == "decode" and not record.is_profiled and not self._is_graph_miss(record):
-                self.costs.learn(size_of(record), max(0, compute_ns - record.cpu_throttled_ns - record.cpu_wait_ns))
+            if not record.is_profiled and not self._is_graph_miss(record):
+                self._learn(record, max(0, compute_ns - record.cpu_throttled_ns - record.cpu_wait_ns))
         return gap
+
+    def _learn(self, record: StepRecord, compute_ns: int) -> None:
+        if record.kind == "decode":
+            self.costs.learn(size_of(record), compute_ns)
+        elif record.kind == "mixed" and self._has_graphs:
+            self._costs_of_mixed.learn(size_of(record), compute_ns)
 
     def forget_last(self) -> None:
         """Begins anew: the next step ends no gap that is known."""
@@ -100,8 +107,10 @@ class GapSplitter:
         """Splits the computing of a step into what is usual for its decode rows, and what made it different."""
         expected = self.costs.expected_ns(size_of(record))
         if record.kind == "mixed":
-            decode = self._decode_of_mixed(record, compute_ns)
-            return [(Cause.DECODE, decode), (Cause.PREFILL_OF_OTHERS, compute_ns - decode)]
+            missed = self._missed_of_mixed(record, compute_ns)
+            decode = self._decode_of_mixed(record, compute_ns - missed)
+            prefill = compute_ns - missed - decode
+            return [(Cause.DECODE, decode), (Cause.PREFILL_OF_OTHERS, prefill), (Cause.GRAPH_MISS, missed)]
         if expected is None:
             return [(Cause.DECODE, compute_ns)]
         excess = max(0, compute_ns - expected)
@@ -127,6 +136,13 @@ class GapSplitter:
             expected = compute_ns * record.num_decode_seqs // num_tokens
         return min(expected, compute_ns)
 
+    def _missed_of_mixed(self, record: StepRecord, compute_ns: int) -> int:
+        """Returns what a step with prompt tokens would not have taken in a graph, as far as others were in one."""
+        if record.is_profiled or not self._is_graph_miss(record):
+            return 0
+        expected = self._costs_of_mixed.expected_ns(size_of(record))
+        return 0 if expected is None else max(0, compute_ns - expected)
+
     def _growth_ns(self, record: StepRecord, last: StepRecord, compute_ns: int, expected_ns: int) -> int:
         """Returns what the step takes longer because it has more decode rows than the one before.
 
@@ -144,7 +160,7 @@ class GapSplitter:
         return max(0, min(growth, compute_ns - before))
 
     def _is_graph_miss(self, record: StepRecord) -> bool:
-        return self._has_graphs and record.kind == "decode" and not record.graph_rows
+        return self._has_graphs and record.num_decode_seqs > 0 and not record.graph_rows
 
 
 def _fit(stamped: Mapping[Cause, int], left_ns: int) -> dict[Cause, int]:

@@ -228,6 +228,24 @@ def test_a_graph_miss_is_found() -> None:
     assert {gap.cause for gap, _ in bench.slow} == {Cause.GRAPH_MISS}
 
 
+@pytest.mark.parametrize(("graph_rows", "cause"), [(0, Cause.GRAPH_MISS), (8, Cause.PREFILL_OF_OTHERS)])
+def test_a_step_with_prompts_misses_what_it_takes_longer_than_in_a_graph(graph_rows: int, cause: Cause) -> None:
+    bench = Bench()
+    bench.attribution.set_graphs(has_graphs=True)
+    for i in range(60):
+        num_prompt_tokens = 100 * (i % 3)
+        compute_ns, num_prompts = DECODE_NS + num_prompt_tokens * 50 * US, min(1, i % 3)
+        bench.step(
+            graph_rows=8, compute_ns=compute_ns, num_prefill_seqs=num_prompts, num_prefill_tokens=num_prompt_tokens
+        )
+    bench.slow.clear()
+    bench.step(compute_ns=60 * MS, graph_rows=graph_rows, num_prefill_seqs=1, num_prefill_tokens=200)
+    assert {gap.cause for gap, _ in bench.slow} == {cause}
+    if not graph_rows:
+        assert {round(gap.parts[Cause.GRAPH_MISS] / MS) for gap, _ in bench.slow} == {40}
+        assert {round(gap.parts[Cause.PREFILL_OF_OTHERS] / MS) for gap, _ in bench.slow} == {10}
+
+
 def test_a_collection_in_the_front_end_is_told_from_other_delays() -> None:
     bench = Bench()
     bench.warm_up()
