@@ -36,6 +36,11 @@ setup: .venv/.installed .venv/.kernels ## install the tested versions into .venv
 	$(INSTALL) --no-deps lm-eval==0.4.13
 	@touch $@
 
+# For the tests of `roseinfer.ray`, which are skipped without it: half a gigabyte, and more processes than the others.
+.venv/.ray: .venv/.installed
+	$(INSTALL) -c constraints.txt -e '.[ray]'
+	@touch $@
+
 # Without a compiler the command says so, and the server runs in plain torch: no reason to stop here.
 .venv/.kernels: .venv/.serving $(wildcard src/roseinfer/model/kernels/cpp/*.cpp src/roseinfer/model/kernels/cpp/*.h)
 	@$(BIN)/roseinfer kernels build || true
@@ -115,7 +120,7 @@ dashboard-preview: setup ## draw each dashboard from a minute of load, into docs
 	$(BIN)/python tools/preview_dashboards.py
 
 constraints: setup ## move to the newest versions that pyproject.toml allows, and pin them
-	$(BIN)/python -m pip install --upgrade --upgrade-strategy eager -e '.[test,dev,loadtest]'
+	$(BIN)/python -m pip install --upgrade --upgrade-strategy eager -e '.[test,dev,loadtest,ray]'
 	$(BIN)/python tools/pin_constraints.py
 
 chart: setup build/helm-venv/.installed ## lint, render, check and package the Helm chart into build/chart; needs Python 3.12

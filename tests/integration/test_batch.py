@@ -188,6 +188,21 @@ def test_what_cannot_go_on_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "cannot be read" in refusal()
 
 
+def test_ray_is_asked_for_where_it_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)  # an import of it fails
+    monkeypatch.delitem(sys.modules, "roseinfer.ray.data", raising=False)
+    source, output = write(tmp_path / "in", [chat("a", "x")]), tmp_path / "out"
+    command = ["batch", "--input", str(source), "--output", str(output), *FLAGS]
+    assert main([*command, "--ray-engines", "2"]) == EXIT_USAGE
+    assert "roseinfer.ray: needs ray, which the extra `ray` brings: pip install" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*"))
+    for wrong in ("0", "3-1", "many", "2-"):
+        assert main([*command, "--ray-engines", wrong]) == EXIT_USAGE
+        assert "roseinfer: --ray-engines: " in capsys.readouterr().err
+
+
 def command_of(source: Path, output: Path) -> list[str]:
     program = "import sys; from roseinfer.cli.main import main; sys.exit(main())"
     return [sys.executable, "-c", program, "batch", "--input", str(source), "--output", str(output), *FLAGS[2:]]

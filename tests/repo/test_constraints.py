@@ -68,8 +68,10 @@ def has_module(distribution: str, module: str) -> bool:
 
 def test_every_import_is_declared() -> None:
     """What another package happens to bring may be gone tomorrow."""
-    needed = {canonicalize_name(wanted.name) for wanted in declared("cuda", "flashinfer", "kv-events", "plot", "s3")}
-    for_tests = {canonicalize_name(wanted.name) for wanted in declared("test", "dev")}
+    needed = {
+        canonicalize_name(wanted.name) for wanted in declared("cuda", "flashinfer", "kv-events", "plot", "ray", "s3")
+    }
+    for_tests = {canonicalize_name(wanted.name) for wanted in declared("test", "dev", "ray")}
     assert imported_packages(SOURCE, needed) - needed == set()
     for_tests |= {canonicalize_name(pin.name) for pin in pins("tests/chart/requirements.txt")}  # Helm's own environment
     tooling = imported_packages(ROOT / "tools", for_tests) | imported_packages(ROOT / "tests", for_tests)
@@ -86,7 +88,7 @@ def test_what_serving_installs_is_imported() -> None:
 
 
 def test_every_declared_package_is_pinned_within_its_bounds() -> None:
-    everything = declared("test", "dev", "loadtest", "plot")
+    everything = declared("test", "dev", "loadtest", "plot", "ray")
     versions = {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in pins()}
     unpinned = [wanted.name for wanted in everything if canonicalize_name(wanted.name) not in versions]
     outside = [

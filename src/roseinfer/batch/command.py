@@ -22,8 +22,11 @@ from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
 _REPORT_INTERVAL_S = 2.0
 
 
-def run(file: Path, output: Path, config: Config) -> int:
-    """Answer the lines that have no answer yet. Returns the exit code. Raises ConfigError or EngineError."""
+def run(file: Path, output: Path, config: Config, answer: "AnswerAll | None" = None) -> int:
+    """Answer the lines that have no answer yet, by an engine here unless `answer` has others.
+
+    Returns the exit code. Raises ConfigError or EngineError.
+    """
     num_lines = sum(1 for _ in read_lines(file))
     config = for_throughput(config)
     with Journal(output, _answers_of(config)) as journal:
@@ -31,7 +34,7 @@ def run(file: Path, output: Path, config: Config) -> int:
         if journal.num_answers:
             say(f"going on: {journal.num_answers} of {num_lines} lines are answered already, in {journal.path}")
         try:
-            asyncio.run(answer_all(file, num_lines, journal, config, tally))
+            (answer or answer_here)(file, num_lines, journal, config, tally)
         except (asyncio.CancelledError, KeyboardInterrupt):
             say(f"stopped: {journal.num_answers} of {num_lines} lines are answered; the same command goes on")
             raise KeyboardInterrupt from None
@@ -136,9 +139,18 @@ def _time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
+AnswerAll = Callable[[Path, int, Journal, Config, Tally], None]
+"""Answers the lines of a file that the journal lacks; the number is of all. Raises ConfigError or EngineError."""
+
+
+def answer_here(file: Path, num_lines: int, journal: Journal, config: Config, tally: Tally) -> None:
+    """Answer all lines by one engine of this machine."""
+    asyncio.run(answer_all(file, num_lines, journal, config, tally))
+
+
 async def answer_all(file: Path, num_lines: int, journal: Journal, config: Config, tally: Tally) -> None:
     """Keep twice as many lines under way as the engine runs at once, until all are answered. Raises EngineError."""
-    lines = _unanswered(file, journal, tally)
+    lines = unanswered(file, journal, tally)
     first = next(lines, None)
     if first is None:  # a run was killed between its last answer and its end
         return
@@ -155,7 +167,7 @@ async def answer_all(file: Path, num_lines: int, journal: Journal, config: Confi
             async with asyncio.TaskGroup() as workers:
                 for _ in range(2 * config.scheduler.limits.max_active_seqs):
                     workers.create_task(
-                        _work(lines, engine, journal, tally, partial(_report, progress, file, num_lines))
+                        _work(lines, engine, journal, tally, partial(report, progress, file, num_lines))
                     )
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
@@ -178,13 +190,13 @@ async def _work(
         report(tally)
 
 
-def _report(progress: Progress, file: Path, num_lines: int, tally: Tally) -> None:
+def report(progress: Progress, file: Path, num_lines: int, tally: Tally) -> None:
     if time.monotonic() >= tally.next_report_s:
         tally.next_report_s = time.monotonic() + _REPORT_INTERVAL_S
         progress.update(done=tally.num_before + tally.num_answers, what=f"answering {file}, {tally.rates(num_lines)}")
 
 
-def _unanswered(file: Path, journal: Journal, tally: Tally) -> Iterator[tuple[int, bytes]]:
+def unanswered(file: Path, journal: Journal, tally: Tally) -> Iterator[tuple[int, bytes]]:
     """Yields the lines without an answer; one that has the name of a line before it gets its error here."""
     first_with: dict[str, int] = {}
     for index, raw in read_lines(file):

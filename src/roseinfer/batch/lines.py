@@ -31,13 +31,13 @@ from roseinfer.server.lifecycle import wait_for_death
 from roseinfer.server.openai import chat, completions, embeddings, responses
 from roseinfer.server.openai.responses_schema import ResponseBody
 from roseinfer.server.openai.schema import ChatBody, CompletionBody
-from roseinfer.server.service import Service
 from roseinfer.text.generation import NUM_SEEDS, Generation, GenerationRequest
 from roseinfer.text.grammar.checker import MAX_WAITING, GrammarChecker
+from roseinfer.text.served_model import ServedModel
 from roseinfer.text.templates import read_chosen_template
 from roseinfer.text.text_model import TextModel
 
-Prepare = Callable[[Any, Service], Awaitable[tuple[Job, Dialect]]]
+Prepare = Callable[[Any, ServedModel], Awaitable[tuple[Job, Dialect]]]
 
 GENERATING: Mapping[str, tuple[Api, type[SamplingBody], Prepare]] = {
     "/v1/chat/completions": (Api.CHAT, ChatBody, chat.prepare),
@@ -147,9 +147,9 @@ class LineEngine:
                 read_chosen_template(config.server.chat_template),
                 config.structured.reasoning_format,
             )
-            self._service = Service(config, client, client.observer, None, _no_ledgers, grammars)
-            self._opened.callback(self._service.close)
-            self._service.open(text_model)
+            self._served = ServedModel(config, client, grammars)
+            self._opened.callback(self._served.close)
+            self._served.open(text_model)
         except BaseException:
             await self.close()
             raise
@@ -182,25 +182,25 @@ class LineEngine:
 
     async def _reply(self, line: Line, digest: str, timelines: list[RequestTimeline]) -> bytes:
         """The body of an answer. Adds the timelines of its sequences. Raises RequestError or EngineError."""
-        service, raw = self._service, bytes(line.body)
+        served, raw = self._served, bytes(line.body)
         if line.url == EMBEDDINGS:
             wanted_vectors = parse_body(raw, embeddings.EmbeddingsBody)
-            check_model(wanted_vectors, service)
+            check_model(wanted_vectors, served)
             async with self._preparing:
-                wanted = await embeddings.prepare(wanted_vectors, service)
+                wanted = await embeddings.prepare(wanted_vectors, served)
             generation = await self._run(wanted, wanted_vectors, Api.EMBEDDINGS, timelines)
-            return msgspec.json.encode(await embeddings.reply(wanted_vectors, generation, service, None))
+            return msgspec.json.encode(await embeddings.reply(wanted_vectors, generation, served, None))
         api, body_type, prepare = GENERATING[line.url]
         body = parse_body(raw, body_type)
-        check_model(body, service)
+        check_model(body, served)
         if body.stream:
             raise InvalidRequest("`stream`: the answers of a batch are whole.", param="stream")
         if body.seed is None:
             body = msgspec.structs.replace(body, seed=int(digest, 16) % NUM_SEEDS)
         async with self._preparing:
-            job, dialect = await prepare(body, service)
-        wanted = generation_request(job, dialect, service)
-        head = Head(f"{dialect.id_prefix}{digest}", int(time.time()), body.model or service.model_names[0])
+            job, dialect = await prepare(body, served)
+        wanted = generation_request(job, dialect, served)
+        head = Head(f"{dialect.id_prefix}{digest}", int(time.time()), body.model or served.model_names[0])
         generation = await self._run(wanted, body, api, timelines, lambda begun: dialect.begin(head, begun))
         deltas = [choice.pop_delta() for choice in generation.best_choices()]
         return msgspec.json.encode(await dialect.reply(deltas, None))
@@ -226,7 +226,7 @@ class LineEngine:
         for timeline in timelines:
             self._client.open_timeline(timeline)
         try:
-            generation = Generation(wanted, requests, timelines, self._client, self._service.text_model.tokenizer)
+            generation = Generation(wanted, requests, timelines, self._client, self._served.text_model.tokenizer)
             begin(generation)
             await generation.run()
         except RoseinferError as error:
@@ -256,8 +256,3 @@ def custom_id_of(raw: bytes) -> str | None:
     except ValueError:
         return None
     return found if isinstance(found, str) else None
-
-
-async def _no_ledgers(_: Sequence[RequestTimeline], __: int) -> list[dict[str, object]]:
-    """No line can ask for one."""
-    return []

@@ -10,11 +10,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from roseinfer import __version__
 from roseinfer.config.api_keys import KEYS_VARIABLE
-from roseinfer.config.flags import Parser, add_config_flags, parser_of, values_given
+from roseinfer.config.flags import Parser, add_config_flags, num_engines, parser_of, values_given
 from roseinfer.config.sources import Given, LoadedConfig, build, gather
 from roseinfer.errors import ConfigError, EngineError, RoseinferError
 from roseinfer.messages import Seed, Temperature, TokenCount, TopK, TopP
@@ -184,13 +185,25 @@ def _add_batch(parser: Parser) -> None:
         metavar="FILE",
         help="the answers, in the order of the requests; errors go to a file beside it, *.errors.jsonl",
     )
+    parser.add_argument(
+        "--ray-engines",
+        type=num_engines,
+        metavar="N",
+        help="spread the requests over N engines on a Ray cluster, or over N-M, as many as they need; needs the extra "
+        "ray; docs/fleet.md",
+    )
     add_config_flags(parser)
 
 
 def _batch(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     from roseinfer.batch import command
 
-    return command.run(arguments.input, arguments.output, loaded.config)
+    answer = None
+    if arguments.ray_engines is not None:
+        from roseinfer import ray
+
+        answer = partial(ray.answer_all, engines=arguments.ray_engines)
+    return command.run(arguments.input, arguments.output, loaded.config, answer)
 
 
 def _add_sampling_flags(parser: Parser, *, temperature: float) -> None:

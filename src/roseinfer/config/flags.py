@@ -150,6 +150,15 @@ def positives(text: str) -> Sequence[int]:
     return [parser_of(Positive)(part.strip()) for part in text.split(",")]
 
 
+def num_engines(text: str) -> tuple[int, int]:
+    """`4`, or `1-8`: the least and the most engines."""
+    least, dash, most = text.partition("-")
+    numbers = parser_of(Positive)(least), parser_of(Positive)(most if dash else least)
+    if numbers[0] > numbers[1]:
+        raise argparse.ArgumentTypeError(f"expected a number such as 4, or a range such as 1-8, got {text!r}")
+    return numbers
+
+
 def url_of(text: str) -> str | None:
     """The URL that a text means, which may leave out the scheme; None for a text that is neither."""
     if text.startswith(("http://", "https://")):

@@ -204,6 +204,11 @@ def live_as_child() -> None:
     """Leave to the parent when this process ends: ignore a service manager's signals, and die with the parent."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    die_with_parent()
+
+
+def die_with_parent() -> None:
+    """End when the thread that started this process has ended, however that was."""
     if sys.platform == "linux":  # elsewhere end-of-file has to do
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

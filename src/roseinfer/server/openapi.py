@@ -127,7 +127,7 @@ OPERATIONS = (
     Operation("post", "/tokenize", "Text into token ids", replies.TokenizeReply, _TEXT, TokenizeBody),
     Operation("post", "/detokenize", "Token ids into text", replies.DetokenizeReply, _TEXT, DetokenizeBody),
     Operation("get", "/openapi.json", "This document", "application/json", (*_KEYED, errors.NotReady)),
-    Operation("get", "/load", "How many requests for tokens are in flight", replies.LoadReply, _KEYED),
+    Operation("get", "/load", "Requests for tokens in flight, and the predicted wait", replies.LoadReply, _KEYED),
     Operation("get", "/version", "The version of roseinfer", replies.VersionReply, _KEYED),
     Operation("get", "/metrics", "Series for Prometheus", "text/plain", _KEYED),
     Operation("get", "/metrics/load", "The gauges of the load alone", "text/plain", _KEYED),

@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-import sys
 from collections.abc import Sequence
 from itertools import islice
 
@@ -17,15 +16,14 @@ from roseinfer.server.connection.api_keys import ApiKeys, Caller
 from roseinfer.server.connection.body_budget import LongWork
 from roseinfer.server.exchange import Exchange, Ledgers
 from roseinfer.server.port import Port
-from roseinfer.text.choice import EncodedPrompt
-from roseinfer.text.conversation import Conversation, PreparedTurn, encode_conversation, prepare_turn
 from roseinfer.text.grammar.checker import GrammarChecker
+from roseinfer.text.served_model import ServedModel
 from roseinfer.text.text_model import TextModel
 
 _ORDER = list(LifecycleState)  # a server goes through the states in this order, and may leave some out
 
 
-class Service(Port):
+class Service(ServedModel, Port):
     """The state of the server: STARTING → LOADING → WARMUP → READY → DRAINING, and FAILED from anywhere.
 
     It goes back only for a new engine after one that died, to STARTING.
@@ -40,15 +38,11 @@ class Service(Port):
         ledgers: Ledgers,
         grammars: GrammarChecker | None = None,
     ) -> None:
-        super().__init__(config.server, observer, api_keys)
-        self._tool_format = config.structured.tool_format
-        self.grammars = grammars
-        self.model_names = config.served_model_names
-        self.client = client
+        ServedModel.__init__(self, config, client, grammars)
+        Port.__init__(self, config.server, observer, api_keys)
         self.has_been_ready = False
         self.long_bodies = LongWork("body")  # decoding keeps the GIL, so of long bodies one is decoded at a time
         self._ledgers = ledgers
-        self._text_model: TextModel | None = None
         self._exchanges: dict[str, Exchange] = {}
         self._abandoned: dict[str, list[str]] = {}  # keys not to be used again yet: their requests in the engine
         self._is_idle = asyncio.Event()
@@ -64,7 +58,7 @@ class Service(Port):
 
     def open(self, text_model: TextModel) -> None:
         """Begin to serve: everything is loaded."""
-        self._text_model = text_model
+        super().open(text_model)
         self.has_been_ready = True
         self.enter(LifecycleState.READY)
 
@@ -78,25 +72,8 @@ class Service(Port):
         return self.state is LifecycleState.READY and self.client.trouble is None
 
     @property
-    def _doing(self) -> str:
+    def activity(self) -> str:
         return "warming up" if self.state is LifecycleState.WARMUP else self.state
-
-    @property
-    def text_model(self) -> TextModel:
-        if self._text_model is None:
-            raise NotReady(f"The server is {self._doing}.")
-        return self._text_model
-
-    async def prepare_turn(self, conversation: Conversation) -> PreparedTurn:
-        """Make a conversation ready for the engine. Raises RequestError."""
-        text_model = self.text_model
-        return await prepare_turn(
-            conversation, text_model, self.grammars, self._tool_format, self.client.info.max_model_len
-        )
-
-    async def encode_conversation(self, conversation: Conversation) -> EncodedPrompt:
-        """The prompt of a conversation, also where it is longer than the context. Raises InvalidRequest."""
-        return await encode_conversation(conversation, self.text_model, sys.maxsize)
 
     def admit(self) -> None:
         """Raise NotReady, EngineDead or Overloaded unless one more exchange, open already, can be served.
@@ -106,7 +83,7 @@ class Service(Port):
         if self.state is LifecycleState.FAILED:
             raise EngineDead("The engine is gone.")
         if self.state is not LifecycleState.READY:
-            raise NotReady(f"The server is {self._doing}.", retry_after_s=5)
+            raise NotReady(f"The server is {self.activity}.", retry_after_s=5)
         if self.client.trouble is not None:
             raise EngineDead("The engine is dead or makes no progress.")
         if len(self._exchanges) > self.config.max_inflight:
@@ -190,9 +167,9 @@ class Service(Port):
             exchange.interrupt(error)
 
     def close(self) -> None:
+        """Begin no more work."""
         self.long_bodies.close()
-        if self._text_model is not None:
-            self._text_model.tokenizer.close()
+        super().close()
 
 
 SERVICE = web.AppKey("service", Service)

@@ -19,7 +19,8 @@ from roseinfer.server.connection.body import (
     read_bytes,
 )
 from roseinfer.server.exchange import EXCHANGE
-from roseinfer.server.service import SERVICE, Service
+from roseinfer.server.service import SERVICE
+from roseinfer.text.served_model import ServedModel
 
 _MAX_LEVELS = 6  # as deep as our own objects go: a message, its calls, a call, its function
 _SCHEMAS = frozenset({"schema", "value", "parameters", "json", "input", "input_schema"})  # in which null is a value
@@ -55,10 +56,10 @@ async def read_body(request: web.Request, body_type: type[BodyT]) -> BodyT:
     return body
 
 
-def check_model(body: ModelBody, service: Service) -> None:
+def check_model(body: ModelBody, served: ServedModel) -> None:
     """Raise UnknownModel where the body names a model that is not served."""
-    if body.model is not None and body.model not in service.model_names:
-        message = f"The model `{body.model}` does not exist here; this is {' or '.join(service.model_names)}."
+    if body.model is not None and body.model not in served.model_names:
+        message = f"The model `{body.model}` does not exist here; this is {' or '.join(served.model_names)}."
         raise UnknownModel(message, param="model")
 
 

@@ -28,6 +28,7 @@ from roseinfer.server.service import SERVICE, Service
 from roseinfer.text.choice import Delta, EncodedPrompt, OutputOptions
 from roseinfer.text.generation import NUM_SEEDS, Generation, GenerationRequest
 from roseinfer.text.logprobs import ScoredToken
+from roseinfer.text.served_model import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,8 @@ async def respond(request: web.Request, job: Job, dialect: Dialect) -> web.Strea
     """Run the job and answer. Raises RequestError before the engine has the request, EngineError after."""
     service, exchange = request.app[SERVICE], request[EXCHANGE]
     wanted = generation_request(job, dialect, service)
+    if job.body.stream:
+        wanted = replace(wanted, stream_interval=job.body.stream_interval or service.config.stream_interval)
     generation = submit(wanted, service, exchange, is_streamed=job.body.stream)
     exchange.reply_id = f"{dialect.id_prefix}{secrets.token_hex(12)}"
     exchange.failure_frames = dialect.failure_frames
@@ -129,13 +132,13 @@ def _check_prompt_tokens(job: Job) -> None:
         raise InvalidRequest(message, param=name)
 
 
-def generation_request(job: Job, dialect: Dialect, service: Service) -> GenerationRequest:
-    """Step 5, without deadlines. Raises InvalidRequest where prompts are too long for so many sequences."""
+def generation_request(job: Job, dialect: Dialect, served: ServedModel) -> GenerationRequest:
+    """Step 5 for a whole answer, without deadlines. Raises InvalidRequest: too long prompts for so many sequences."""
     _check_prompt_tokens(job)
     body = job.body
     return GenerationRequest(
         prompts=job.prompts,
-        params=_params(job, service.client.info.sampling_defaults),
+        params=_params(job, served.client.info.sampling_defaults),
         fits_context=job.fits_context or job.max_tokens is None,
         n=job.n,
         best_of=job.best_of,
@@ -146,7 +149,6 @@ def generation_request(job: Job, dialect: Dialect, service: Service) -> Generati
             is_prompt_only=job.max_tokens == 0,
             spells_tags=job.reads_calls or job.grammar is not None,
         ),
-        stream_interval=(body.stream_interval or service.config.stream_interval) if body.stream else None,
         cache_salt=body.cache_salt,
         priority=body.priority,
         max_tokens_name=job.max_tokens_name,

@@ -16,11 +16,12 @@ from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.openai.chunks import NOTHING, ChunkDialect
 from roseinfer.server.openai.replies import scored_token
 from roseinfer.server.openai.schema import ChatBody, StreamOptions
-from roseinfer.server.service import SERVICE, Service
+from roseinfer.server.service import SERVICE
 from roseinfer.text.answer import AnswerParser
 from roseinfer.text.choice import Delta
 from roseinfer.text.conversation import Conversation
 from roseinfer.text.logprobs import ScoredToken
+from roseinfer.text.served_model import ServedModel
 from roseinfer.text.tool_calls import CallPart, Parts
 
 
@@ -31,9 +32,9 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
     return await respond(request, *await prepare(body, request.app[SERVICE]))
 
 
-async def prepare(body: ChatBody, service: Service) -> tuple[Job, "ChatDialect"]:
+async def prepare(body: ChatBody, served: ServedModel) -> tuple[Job, "ChatDialect"]:
     """What to run, and the form of its answer. Raises RequestError."""
-    turn = await service.prepare_turn(_conversation(body))
+    turn = await served.prepare_turn(_conversation(body))
     job = Job(
         body=body,
         prompts=[turn.prompt],

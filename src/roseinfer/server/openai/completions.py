@@ -16,10 +16,11 @@ from roseinfer.server.api.respond import Job, respond
 from roseinfer.server.exchange import generates_tokens
 from roseinfer.server.openai.chunks import ChunkDialect
 from roseinfer.server.openai.schema import FILL_CONTEXT, CompletionBody, PromptPart
-from roseinfer.server.service import SERVICE, Service
+from roseinfer.server.service import SERVICE
 from roseinfer.text.choice import Delta, EncodedPrompt
 from roseinfer.text.grammar.checker import check_form
 from roseinfer.text.logprobs import ScoredToken
+from roseinfer.text.served_model import ServedModel
 from roseinfer.text.tokenizer import Tokenizer
 
 
@@ -30,12 +31,12 @@ async def create_completion(request: web.Request) -> web.StreamResponse:
     return await respond(request, *await prepare(body, request.app[SERVICE]))
 
 
-async def prepare(body: CompletionBody, service: Service) -> tuple[Job, "CompletionDialect"]:
+async def prepare(body: CompletionBody, served: ServedModel) -> tuple[Job, "CompletionDialect"]:
     """What to run, and the form of its answer. Raises RequestError."""
-    tokenizer = service.text_model.tokenizer
+    tokenizer = served.text_model.tokenizer
     form = body.form()
-    await check_form(form, service.grammars)
-    names, prompts = await encode_prompts(body.prompt, "prompt", tokenizer, service.client.info.max_model_len)
+    await check_form(form, served.grammars)
+    names, prompts = await encode_prompts(body.prompt, "prompt", tokenizer, served.client.info.max_model_len)
     echoes = _echoes(body, prompts, tokenizer) if body.echo else [None] * len(prompts)
     job = Job(
         body=body,

@@ -24,10 +24,11 @@ from roseinfer.server.exchange import EXCHANGE, generates_tokens, server_timing
 from roseinfer.server.openai.completions import encode_prompts
 from roseinfer.server.openai.replies import EmbeddingItem, EmbeddingsReply, EmbeddingUsage
 from roseinfer.server.openai.schema import PromptPart, check_prompts, prompts_schema
-from roseinfer.server.service import SERVICE, Service
+from roseinfer.server.service import SERVICE
 from roseinfer.text.choice import EncodedPrompt
 from roseinfer.text.embeddings import embedding_params, finished
 from roseinfer.text.generation import Generation, GenerationRequest
+from roseinfer.text.served_model import ServedModel
 
 MAX_INPUTS = 2048  # OpenAI's own bound
 _NUMBER_BYTES = {"float": 22, "base64": 6}  # of an answer, for each number
@@ -84,11 +85,11 @@ async def create_embeddings(request: web.Request) -> web.StreamResponse:
     return response
 
 
-async def prepare(body: EmbeddingsBody, service: Service) -> GenerationRequest:
+async def prepare(body: EmbeddingsBody, served: ServedModel) -> GenerationRequest:
     """What to run. Raises RequestError."""
-    info = service.client.info
+    info = served.client.info
     params = embedding_params(info.embedding, body.pooling, body.dimensions)
-    names, prompts = await encode_prompts(body.input, "input", service.text_model.tokenizer, info.max_model_len)
+    names, prompts = await encode_prompts(body.input, "input", served.text_model.tokenizer, info.max_model_len)
     return GenerationRequest(
         prompts=list(map(EncodedPrompt, prompts, names)),
         params=params,
@@ -98,14 +99,14 @@ async def prepare(body: EmbeddingsBody, service: Service) -> GenerationRequest:
 
 
 async def reply(
-    body: EmbeddingsBody, generation: Generation, service: Service, ledgers: list[dict[str, object]] | None
+    body: EmbeddingsBody, generation: Generation, served: ServedModel, ledgers: list[dict[str, object]] | None
 ) -> EmbeddingsReply:
     """The whole answer, ready for JSON."""
-    info = service.client.info.embedding
+    info = served.client.info.embedding
     num_tokens = generation.counts.prompt
     return EmbeddingsReply(
         data=await _encode([choice.embedding for choice in generation.choices], body, info),
-        model=body.model or service.model_names[0],
+        model=body.model or served.model_names[0],
         usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
         roseinfer_ledger=msgspec.UNSET if ledgers is None else ledgers,
     )

@@ -231,9 +231,10 @@ class ProbeReply(msgspec.Struct):
 
 
 class LoadReply(msgspec.Struct):
-    """GET /load: requests for tokens in flight."""
+    """GET /load: requests for tokens in flight, and the predicted seconds until one more would be in a batch."""
 
     server_load: int
+    predicted_wait_s: float
 
 
 class VersionReply(msgspec.Struct):

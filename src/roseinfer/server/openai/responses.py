@@ -29,12 +29,13 @@ from roseinfer.server.openai.responses_replies import (
     ResponseUsage,
 )
 from roseinfer.server.openai.responses_schema import ENCRYPTED, LOGPROBS, ChosenTools, InputTokensBody, ResponseBody
-from roseinfer.server.service import SERVICE, Service
+from roseinfer.server.service import SERVICE
 from roseinfer.text.answer import AnswerParser
 from roseinfer.text.choice import Delta
 from roseinfer.text.conversation import Conversation
 from roseinfer.text.generation import Generation
 from roseinfer.text.logprobs import ScoredToken
+from roseinfer.text.served_model import ServedModel
 from roseinfer.text.tool_calls import Parts
 from roseinfer.text.turns import Turn, join_turns
 
@@ -46,9 +47,9 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     return await respond(request, *await prepare(body, request.app[SERVICE]))
 
 
-async def prepare(body: ResponseBody, service: Service) -> tuple[Job, "ResponseDialect"]:
+async def prepare(body: ResponseBody, served: ServedModel) -> tuple[Job, "ResponseDialect"]:
     """What to run, and the form of its answer. Raises RequestError."""
-    turn = await service.prepare_turn(_conversation(body))
+    turn = await served.prepare_turn(_conversation(body))
     job = Job(
         body=body,
         prompts=[turn.prompt],
@@ -60,7 +61,7 @@ async def prepare(body: ResponseBody, service: Service) -> tuple[Job, "ResponseD
         max_tokens_name="max_output_tokens",
     )
     parser = turn.parser() if turn.has_parts else None
-    return job, ResponseDialect(body, parser, service.client.info.sampling_defaults)
+    return job, ResponseDialect(body, parser, served.client.info.sampling_defaults)
 
 
 async def count_input_tokens(request: web.Request) -> web.Response:

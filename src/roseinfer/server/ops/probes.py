@@ -78,8 +78,10 @@ def _judgement(service: Service, is_well: bool) -> Judgement:
 
 
 def _load(service: Service) -> Judgement:
-    """The number of requests for tokens in flight, under vLLM's name."""
-    return Judgement(200, msgspec.json.encode({"server_load": service.num_exchanges}))
+    """The number of requests for tokens in flight, under vLLM's name, and how long one more would wait."""
+    wait_s = service.client.queue_estimate.predict_wait_s(priority=0)  # the usual one
+    load = {"server_load": service.num_exchanges, "predicted_wait_s": round(wait_s, 3)}
+    return Judgement(200, msgspec.json.encode(load))
 
 
 _JUDGED: Mapping[str, Callable[[Service], Judgement]] = {
