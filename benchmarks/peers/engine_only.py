@@ -73,6 +73,8 @@ class EngineSteps:
         defaults = {
             "scheduler.max_num_seqs": str(batch),
             "scheduler.max_num_batched_tokens": str(PREFILL_TOKENS),
+            "scheduler.max_prefill_tokens": str(PREFILL_TOKENS),  # streams wait: the first must not end before the last
+            "scheduler.speculation": "off",  # a token for each sequence
             "cache.prefix_caching": "false",  # every sequence must have keys of its own to read
             "cache.num_blocks": str(max(needed_tokens, NUM_POSITIONS) // 16 + batch),
         }
@@ -97,7 +99,7 @@ class EngineSteps:
             prompt = self._generator.choices(range(self._engine.info.vocab_size), k=context - 1)
             self._engine.add_request(Request(request_id=name, prompt_token_ids=prompt, params=params))
         while self._engine.step().record.num_decode_seqs < batch:
-            pass
+            assert self._engine.has_work, "the first sequences ended before the last decoded"
 
     def run(self, num_steps: int) -> Measured:
         """Make so many decode steps, one token for each sequence in each."""
