@@ -4,6 +4,8 @@ And prompts the same scores. The embedded model on this machine's processor, wit
 real scheduler.
 """
 
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig, SchedulerConfig
+from roseinfer.config.options import DEMO_MODEL, CacheConfig, Config, ModelConfig, RunnerConfig, SchedulerConfig
 from roseinfer.engine.core.constraint import Grammars
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
@@ -24,6 +27,7 @@ from roseinfer.engine.invariants import assert_invariants
 from roseinfer.engine.pace import Pace
 from roseinfer.engine.speculation import Speculation
 from roseinfer.messages import Grammar, PromptLogprobs, Request, SamplingParams, Thought
+from roseinfer.model.checkpoint import resolve_checkpoint
 from roseinfer.model.runner import ModelRunner, load_runner
 from roseinfer.records import FinishReason
 from roseinfer.text.grammar.compiler import GrammarCompiler, Vocabulary
@@ -101,12 +105,37 @@ def make_requests(vocab_size: int) -> list[Request]:
     ]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "bfloat16, kv int8"])
-def loaded(request: pytest.FixtureRequest) -> Iterator[Loaded]:
+def by_transformers(directory: Path) -> str:
+    """A model that transformers' code computes, with windows, soft caps and the embedded model's vocabulary."""
+    torch.manual_seed(0)
+    demo = resolve_checkpoint(DEMO_MODEL)
+    config = AutoConfig.for_model(
+        "gemma2",
+        vocab_size=json.loads((demo / "config.json").read_text())["vocab_size"],
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=24,
+        initializer_range=0.2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo / name, directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "bfloat16, kv int8", "float32, by transformers"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
     num_threads = torch.get_num_threads()
-    dtype, _, kv_dtype = request.param.partition(", kv ")
+    dtype, _, other = request.param.partition(", ")
+    kv_dtype, path = other.removeprefix("kv "), DEMO_MODEL
+    if other == "by transformers":
+        kv_dtype, path = "auto", by_transformers(tmp_path_factory.mktemp("model"))
     config = Config(
-        model=ModelConfig(dtype=dtype, max_model_len=MAX_MODEL_LEN),
+        model=ModelConfig(path=path, dtype=dtype, max_model_len=MAX_MODEL_LEN),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS["roomy"], dtype=kv_dtype or "auto"),
         runner=RunnerConfig(num_threads=1),
     )

@@ -6,6 +6,7 @@ differ by rounding alone.
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerCon
 from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingParams
+from roseinfer.model import packed_cache
 from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
 from roseinfer.model.families import registry
@@ -29,6 +31,7 @@ from roseinfer.model.families.tested import REFUSED, TESTED
 from roseinfer.model.families.transformers import TransformersModel
 from roseinfer.model.families.transformers_layers import Layers
 from roseinfer.model.kernels.library import levels_here
+from roseinfer.model.packed_cache import PackedCache
 from roseinfer.model.runner import ModelRunner, load_runner
 from tests.conftest import BuiltKernels
 from tests.unit.model.quantised import MXFP4, Method, methods, quantise
@@ -332,6 +335,44 @@ def test_quantised_checkpoints(model_type: str, method: Method, tmp_path: Path) 
     expected = AutoModelForCausalLM.from_pretrained(floats, dtype=torch.float32)(torch.tensor([text_of(90)]))
     row = logits_of(load_directory(quantised), (0, 0, text_of(90)))[0]
     torch.testing.assert_close(row, expected.logits[0, -1], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("model_type", ["gemma2", "qwen3_moe"])
+def test_a_later_start_finds_packed_weights(
+    model_type: str, quantization: str, tmp_path: Path, built_kernels: BuiltKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of linears and those of experts, which are packed while the file is read."""
+    monkeypatch.setattr(packed_cache, "LEAST_BYTES", 0)
+    monkeypatch.setattr(PackedCache, "write_soon", PackedCache.write)
+    find, found = PackedCache.find, list[bool]()
+
+    def noting(cache: PackedCache, kind: str, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> Any:
+        pieces = find(cache, kind, parts, sizes)
+        found.append(pieces is not None)
+        return pieces
+
+    monkeypatch.setattr(PackedCache, "find", noting)
+    random_model(model_type).save_pretrained(tmp_path / "model")
+    level = levels_here()[-1].name
+    starts = []
+    for _ in range(2):
+        found.clear()
+        config = Config(
+            model=ModelConfig(
+                path=str(tmp_path / "model"),
+                dtype="float32",
+                quantization=quantization,  # type: ignore[arg-type]
+                packed_cache=str(tmp_path / "cache"),
+            ),
+            cache=CacheConfig(num_blocks=BLOCKS),
+            runner=RunnerConfig(device="cpu", num_threads=1, kernels=level, kernels_dir=str(built_kernels(level))),
+        )
+        starts.append(logits_of(load_runner(config, 1, lambda *_: None), (0, 0, text_of(40))))
+    num_experts = FAMILIES[model_type].get("num_experts", 0)
+    assert all(found)
+    assert len(found) >= SMALL["num_hidden_layers"] * (2 + 2 * max(num_experts, 1))
+    assert torch.equal(*starts)
 
 
 def test_a_quantised_weight_that_cannot_be_read(tmp_path: Path) -> None:
