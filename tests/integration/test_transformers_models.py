@@ -134,9 +134,11 @@ def load(reference: PreTrainedModel, directory: Path, num_slots: int = 1, **runn
     return load_directory(directory, num_slots, **runner)
 
 
-def load_directory(directory: Path, num_slots: int = 1, **runner: Any) -> ModelRunner:
+def load_directory(
+    directory: Path, num_slots: int = 1, model: dict[str, Any] | None = None, **runner: Any
+) -> ModelRunner:
     config = Config(
-        model=ModelConfig(path=str(directory), dtype="float32"),
+        model=ModelConfig(path=str(directory), dtype="float32", **(model or {})),
         cache=CacheConfig(num_blocks=num_slots * BLOCKS),
         runner=RunnerConfig(device="cpu", num_threads=1, **({"kernels": "off"} | runner)),
     )
@@ -354,21 +356,12 @@ def test_a_later_start_finds_packed_weights(
 
     monkeypatch.setattr(PackedCache, "find", noting)
     random_model(model_type).save_pretrained(tmp_path / "model")
-    level = levels_here()[-1].name
-    starts = []
+    model = {"quantization": quantization, "packed_cache": str(tmp_path / "cache")}
+    level, starts = levels_here()[-1].name, []
     for _ in range(2):
         found.clear()
-        config = Config(
-            model=ModelConfig(
-                path=str(tmp_path / "model"),
-                dtype="float32",
-                quantization=quantization,  # type: ignore[arg-type]
-                packed_cache=str(tmp_path / "cache"),
-            ),
-            cache=CacheConfig(num_blocks=BLOCKS),
-            runner=RunnerConfig(device="cpu", num_threads=1, kernels=level, kernels_dir=str(built_kernels(level))),
-        )
-        starts.append(logits_of(load_runner(config, 1, lambda *_: None), (0, 0, text_of(40))))
+        runner = load_directory(tmp_path / "model", model=model, kernels=level, kernels_dir=str(built_kernels(level)))
+        starts.append(logits_of(runner, (0, 0, text_of(40))))
     num_experts = FAMILIES[model_type].get("num_experts", 0)
     assert all(found)
     assert len(found) >= SMALL["num_hidden_layers"] * (2 + 2 * max(num_experts, 1))

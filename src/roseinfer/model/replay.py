@@ -17,14 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from roseinfer.model.attention.base import Attend
 from roseinfer.model.kernels.library import Kernels
 
 _NUM_ARGUMENTS = 6  # of a kernel, as in kernels/cpp/replay.cpp
 _ALIGNMENT = 64
-_MOST_KEPT_BYTES = 32 << 20  # of tensors that operators make, which cannot share memory, in all recordings
+_MOST_OPERATORS = 20_000  # in all recordings, each of which takes one to two kilobytes
 _BY_REFERENCE = type(ctypes.byref(ctypes.c_int()))
 _ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
 
@@ -40,12 +40,14 @@ class _Call(ctypes.Structure):
 class SharedMemory:
     """Memory for the tensors of recordings, which never run at once.
 
-    A piece is lent until the tensor that has it is gone. All pieces are kept, since recordings know their addresses.
+    A piece is lent until the tensor that has it is gone: repetitions use it in the same order. All pieces are kept,
+    since recordings know their addresses.
     """
 
     def __init__(self) -> None:
         self._pieces: list[npt.NDArray[np.uint8]] = []
         self._lent: dict[int, weakref.ref[npt.NDArray[np.uint8]]] = {}  # by index
+        self._by_address: dict[int, torch.UntypedStorage] = {}  # the same pieces, for tensors that borrow none
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor with arbitrary numbers, at least one, in the smallest piece that is free, or in a new one."""
@@ -57,9 +59,23 @@ class SharedMemory:
             index = len(self._pieces)
             whole = np.empty(num_bytes + _ALIGNMENT, np.uint8)
             self._pieces.append(whole[-whole.ctypes.data % _ALIGNMENT :][:num_bytes])
+            storage = torch.frombuffer(self._pieces[index], dtype=torch.uint8).untyped_storage()
+            self._by_address[storage.data_ptr()] = storage
         lent = self._pieces[index][:num_bytes]
         self._lent[index] = weakref.ref(lent)  # which the tensor's storage keeps, and views of it too
         return torch.frombuffer(lent, dtype=dtype).view(*shape)
+
+    def moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor, of at least one number, with the same strides."""
+        length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return self.empty((length,), tensor.dtype).as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+    def address_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor where this one is, which does not keep its piece from being lent again."""
+        if (storage := self._by_address.get(tensor.untyped_storage().data_ptr())) is None:
+            return tensor
+        place = torch.empty(0, dtype=tensor.dtype)
+        return place.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _is_free(self, index: int) -> bool:
         return self._lent[index]() is None
@@ -76,7 +92,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_repeatable = True  # nothing was read back, which the next step could read otherwise
         self.alive: list[object] = []  # what addresses in `parts` point to
         self.parts: list[Callable[[], object]] = []
-        self.num_kept_bytes = 0
+        self.num_operators = 0
         self._memory = memory
         self._replay = kernels.function("roseinfer_replay", ctypes.c_void_p, ctypes.c_int64)
         self._calls: list[_Call] = []  # since the last operator
@@ -113,16 +129,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if np.prod(shape):
                 return self._memory.empty(shape, dtype)
         result = func(*args, **kwargs)
-        if not func._schema.is_mutable and _is_view(result, (args, kwargs)):  # noqa: SLF001
+        is_new = not func._schema.is_mutable  # noqa: SLF001
+        if is_new and _is_view(result, (args, kwargs)):
             return result
         self.end_calls()
-        self.alive.append((args, kwargs, result))
-        if isinstance(result, torch.Tensor):
-            repeat, is_new = partial(func, *args, **kwargs), not func._schema.is_mutable  # noqa: SLF001
-            self.parts.append(partial(_copy_of, repeat, result) if is_new else repeat)
-            self.num_kept_bytes += result.nbytes if is_new else 0
-        else:
+        if not isinstance(result, torch.Tensor):
             self.is_repeatable = False
+            return result
+        args, kwargs = tree_map_only(torch.Tensor, self._memory.address_of, (args, kwargs))
+        repeat: Callable[[], torch.Tensor] = partial(func, *args, **kwargs)
+        if is_new and result.numel():
+            result = self._memory.moved(result)
+            repeat = partial(_copy_of, repeat, self._memory.address_of(result))
+        self.parts.append(repeat)
+        self.num_operators += 1
         return result
 
 
@@ -139,8 +159,8 @@ def _is_view(result: object, arguments: object) -> bool:
     return bool(made) and all(tensor.untyped_storage().data_ptr() in given for tensor in made)
 
 
-def _copy_of(repeat: Callable[[], torch.Tensor], to: torch.Tensor) -> None:
-    to.copy_(repeat())
+def _copy_of(repeat: Callable[[], torch.Tensor], to: torch.Tensor) -> torch.Tensor:
+    return to.copy_(repeat())
 
 
 def _word(argument: Any) -> int | None:
@@ -166,7 +186,7 @@ class Replays:
         self._kernels = kernels
         self._memory = SharedMemory()
         self._recordings: dict[int, _Recording | None] = {}  # by number of rows; None: it is not repeated
-        self._num_kept_bytes = 0
+        self._num_operators = 0
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """As `CausalLM.forward`; `attend` must be of a backend whose calls serve later steps too."""
@@ -185,9 +205,9 @@ class Replays:
         with recorder, self._kernels.noting(recorder.add_call):
             result = self._forward(token_ids, positions, attend)
         recorder.end_calls()
-        num_kept_bytes, recording = self._num_kept_bytes + recorder.num_kept_bytes, None
-        if recorder.is_repeatable and num_kept_bytes <= _MOST_KEPT_BYTES:
-            self._num_kept_bytes = num_kept_bytes
+        num_operators, recording = self._num_operators + recorder.num_operators, None
+        if recorder.is_repeatable and num_operators <= _MOST_OPERATORS:
+            self._num_operators = num_operators
             inputs = token_ids.data_ptr(), positions.data_ptr()
             recording = _Recording(recorder.parts, inputs, result, [*recorder.alive, token_ids, positions, attend])
         self._recordings[len(token_ids)] = recording

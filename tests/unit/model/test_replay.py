@@ -79,15 +79,32 @@ def test_what_reads_numbers_back_is_not_repeated(kernels: Kernels) -> None:
     assert forward.num_runs == 6
 
 
-def test_recordings_keep_few_tensors(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roseinfer.model.replay._MOST_KEPT_BYTES", 5000)
+def test_recordings_have_few_operators(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roseinfer.model.replay._MOST_OPERATORS", 20)
     forward = Forward(kernels)
     replay = Replays(forward, kernels)
     ids, positions = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64)
-    for num_rows in (1, 4, 1, 4):  # one row keeps 13 tensors of 128 or 64 bytes
+    for num_rows in (1, 4, 1, 4):  # a recording has 15
         found = replay(ids[:num_rows], positions[:num_rows], no_attention).clone()
         assert torch.equal(found, Forward(kernels)(ids[:num_rows], positions[:num_rows], no_attention))
-    assert forward.num_runs == 3, "one row is recorded, four do not fit beside it"
+    assert forward.num_runs == 3, "one row is recorded, four have no room beside it"
+
+
+def test_operators_share_the_memory_of_what_is_gone(kernels: Kernels) -> None:
+    weights = torch.randn(30, 16, 16, generator=torch.Generator().manual_seed(0))
+
+    def deep(token_ids: torch.Tensor, positions: torch.Tensor, attend: object) -> torch.Tensor:
+        x = positions[:, None].float().repeat(1, 16)
+        for weight in weights:
+            x = x + torch.softmax((x @ weight).t(), 0).t()  # of which one comes out with strides of its own
+        return x
+
+    replay = Replays(deep, kernels)
+    ids, positions = torch.zeros(5, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
+    for turn in range(4):
+        positions += turn
+        assert torch.equal(replay(ids, positions, no_attention), deep(ids, positions, no_attention))
+    assert len(replay._memory._pieces) <= 5
 
 
 def test_a_piece_of_memory_is_lent_until_its_last_view_is_gone() -> None:

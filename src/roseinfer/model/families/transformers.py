@@ -21,7 +21,14 @@ from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
 from roseinfer.model.families.tested import TESTED
 from roseinfer.model.families.transformers_layers import Layers, is_mixture
-from roseinfer.model.families.transformers_loading import IN_FIRST_PASS, IN_STEPS, load, max_positions, refuse
+from roseinfer.model.families.transformers_loading import (
+    IN_FIRST_PASS,
+    IN_STEPS,
+    load,
+    max_positions,
+    refuse,
+    without_compiler,
+)
 from roseinfer.model.kv_cache import KVCache
 
 _FAR = 10_000  # a position behind every window's first edge in small models, and within most windows in large ones
@@ -113,9 +120,10 @@ def _check_mask(mask_function: Callable[..., torch.Tensor], **_: Any) -> None:
 
 
 transformers.utils.logging.disable_progress_bar()
-for name in (IN_STEPS, IN_FIRST_PASS):
-    transformers.AttentionInterface.register(name, _attend_packed)
-transformers.AttentionMaskInterface.register(IN_FIRST_PASS, _check_mask)
+with without_compiler():
+    for name in (IN_STEPS, IN_FIRST_PASS):
+        transformers.AttentionInterface.register(name, _attend_packed)
+    transformers.AttentionMaskInterface.register(IN_FIRST_PASS, _check_mask)
 
 
 class TransformersModel:

@@ -4,7 +4,11 @@ The weights stay where they are, in the mapped files and in the type of the file
 code of a checkpoint is ever run.
 """
 
-from collections.abc import Callable
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +24,50 @@ IN_STEPS, IN_FIRST_PASS = "roseinfer", "roseinfer_first_pass"
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # that a cache of keys and values serves
 _CHANGING_ROPES = ("dynamic", "longrope")
 OnParameter = Callable[[nn.Module, str, nn.Parameter | None], nn.Parameter | None]
+
+
+_COMPILER_MODULES = ("torch._dynamo", "torch._dynamo._trace_wrapped_higher_order_op")
+# What of it marks functions or masks, and changes nothing where nothing is compiled.
+_MARKS = frozenset(
+    {"allow_in_graph", "assume_constant_result", "disable", "disallow_in_graph", "TransformGetItemToIndex"}
+)
+
+
+class _Compiler(ModuleType):
+    """Stands for a module of torch's compiler, which is imported when more is asked of it than marks."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []  # as a package has
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _MARKS:
+            return _unmarked
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _forget_stand_ins()
+        return getattr(importlib.import_module(self.__name__), name)
+
+
+def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
+    return _unmarked if function is None else function
+
+
+def _forget_stand_ins() -> None:
+    for name in _COMPILER_MODULES:
+        if isinstance(sys.modules.get(name), _Compiler):
+            del sys.modules[name]
+
+
+@contextmanager
+def without_compiler() -> Iterator[None]:
+    """Keeps transformers from importing torch's compiler for its decorators: it takes 106 MB and a second."""
+    if _COMPILER_MODULES[0] not in sys.modules:
+        sys.modules.update({name: _Compiler(name) for name in _COMPILER_MODULES})
+    try:
+        yield
+    finally:
+        _forget_stand_ins()
 
 
 def modules(checkpoint: Checkpoint, attention: str = IN_FIRST_PASS) -> Any:
@@ -105,13 +153,15 @@ def _read_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
 
     config = _of_transformers(read, checkpoint)
     vars(config).pop("quantization_config", None)  # the weights come as floats
-    return config, _model_class(config, checkpoint)
+    with without_compiler():
+        return config, _model_class(config, checkpoint)
 
 
 def _of_transformers(make: Callable[[], Any], checkpoint: Checkpoint) -> Any:
     """What transformers makes; its errors are ConfigError."""
     try:
-        return make()
+        with without_compiler():
+            return make()
     except KeyError:
         refuse(checkpoint, "has attention of its own, which no other can take the place of")
     except (ValueError, OSError, RuntimeError, TypeError) as error:
