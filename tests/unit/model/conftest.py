@@ -55,25 +55,32 @@ class Shape:
             "tie_word_embeddings": self.is_tied,
         }
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Random weights, wide enough that no two logits are equal for long."""
-        generator = torch.Generator().manual_seed(self.width)
-
-        def random(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator) * 0.25
-
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         width = self.width
-        tensors = {"wte.weight": random(self.vocab_size, width), "wpe.weight": random(self.num_positions, width)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "wte.weight": (self.vocab_size, width),
+            "wpe.weight": (self.num_positions, width),
+        }
         linears = {"attn.c_attn": (width, 3 * width), "attn.c_proj": (width, width)}
         linears |= {"mlp.c_fc": (width, 4 * width), "mlp.c_proj": (4 * width, width)}
         for layer in range(self.num_layers):
             for name, shape in linears.items():
-                tensors |= {f"h.{layer}.{name}.weight": random(*shape), f"h.{layer}.{name}.bias": random(shape[1])}
+                shapes |= {f"h.{layer}.{name}.weight": shape, f"h.{layer}.{name}.bias": shape[1:]}
         for norm in ["ln_f", *(f"h.{layer}.ln_{i}" for layer in range(self.num_layers) for i in (1, 2))]:
-            tensors |= {f"{norm}.weight": 1 + random(width), f"{norm}.bias": random(width)}
+            shapes |= {f"{norm}.weight": (width,), f"{norm}.bias": (width,)}
         if not self.is_tied:
-            tensors["lm_head.weight"] = random(self.vocab_size, width)
-        return {self.prefix + name if name != "lm_head.weight" else name: tensor for name, tensor in tensors.items()}
+            shapes["lm_head.weight"] = (self.vocab_size, width)
+        return {self.prefix + name if name != "lm_head.weight" else name: shape for name, shape in shapes.items()}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Random weights, wide enough that no two logits are equal for long."""
+        generator = torch.Generator().manual_seed(self.width)
+        tensors = {name: torch.randn(shape, generator=generator) * 0.25 for name, shape in self.shapes().items()}
+        return {name: 1 + tensor if _is_norm_weight(name) else tensor for name, tensor in tensors.items()}
+
+
+def _is_norm_weight(name: str) -> bool:
+    return ".ln_" in f".{name}" and name.endswith("weight")
 
 
 def write_checkpoint(directory: Path, shape: Shape) -> Path:

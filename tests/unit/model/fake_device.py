@@ -1,16 +1,17 @@
 """A GPU that is none: a stream that is late, and graphs that replay what they recorded. For tests.
 
 `LateStream` keeps host and device apart although both are the CPU's memory: a copy happens when somebody waits for an
-event after it, and not before. `RecordedGraph` holds the operators that ran during the capture, on the tensors that
-they ran on; whatever the host does to Python objects afterwards has no effect on a replay, as on a GPU. Asking for a
-number on the host is refused during a capture, as by CUDA.
+event after it, and not before. `RecordedGraph` holds the operators, and the launches of interpreted Triton kernels,
+that ran during the capture, with the tensors and numbers that they were given; whatever the host does to Python objects
+afterwards has no effect on a replay, as on a GPU. Asking for a number on the host is refused during a capture, as by
+CUDA.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 from roseinfer.model.device_stream import Graph, Stream
@@ -49,6 +50,7 @@ class LateStream(Stream):
         self.num_allocations = 0  # of host or device memory
         self.copied_words: list[int] = []  # of each copy
         self.num_captures = 0
+        self.graphs: list[RecordedGraph] = []
         self.num_free_bytes = 1 << 30
         self.graph_bytes = 1 << 20  # that a capture takes
 
@@ -90,25 +92,45 @@ class LateStream(Stream):
         self.num_free_bytes -= self.graph_bytes
         for _ in range(NUM_WARM_RUNS):
             work()
-        return RecordedGraph(work)
+        self.graphs.append(RecordedGraph(work))
+        return self.graphs[-1]
 
     def free_bytes(self) -> int:
         return self.num_free_bytes
 
 
 class RecordedGraph:
-    """The operators of one run of `work`."""
+    """The operators and launches of one run of `work`."""
+
+    recording: "RecordedGraph | None" = None  # the one that is being captured
 
     def __init__(self, work: Callable[[], None]) -> None:
-        self._operators: list[Callable[[], None]] = []
-        with _Recorder(self._operators):
-            work()
+        self._parts: list[Callable[[], None]] = []
+        self.num_launches = 0  # of kernels that are interpreted
         self.num_replays = 0
+        RecordedGraph.recording = self
+        try:
+            with _Recorder(self._parts):
+                work()
+        finally:
+            RecordedGraph.recording = None
+
+    def add_launch(self, launch: Callable[[], None]) -> None:
+        self._parts.append(launch)
+        self.num_launches += 1
 
     def replay(self) -> None:
         self.num_replays += 1
-        for operator in self._operators:
-            operator()
+        for part in self._parts:
+            part()
+
+
+def launched(launch: Callable[[], None]) -> None:
+    """Launch a kernel that Triton interprets: it is no operator, though the interpreter makes use of some."""
+    with _disable_current_modes():
+        launch()
+    if RecordedGraph.recording is not None:
+        RecordedGraph.recording.add_launch(launch)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ from roseinfer.messages import EngineInfo
 from roseinfer.model.attention.base import Attend, AttentionBackend, AttentionSpec, DeviceTokens, PackedTokens
 from roseinfer.model.attention.reference import ReferenceAttention
 from roseinfer.model.checkpoint import Checkpoint
-from roseinfer.model.device import Placement
+from roseinfer.model.device import LinearKind, Placement
 from roseinfer.model.device_stream import Stream
 from roseinfer.model.families.causal_lm import CausalLM
 from roseinfer.model.families.registry import build_model
@@ -35,6 +35,18 @@ class Unpadded(Placement):
 
     def padded_rows(self, num_rows: int) -> int:
         return num_rows
+
+
+class Interpreted(Unpadded):
+    """A GPU's linears, and its kernels for norms, rotations and gates, for a process that interprets these."""
+
+    @property
+    def linears(self) -> LinearKind:
+        return "torch"
+
+    @property
+    def has_triton(self) -> bool:
+        return True
 
 
 UNPADDED = Unpadded(torch.device("cpu"), torch.float32)
@@ -124,9 +136,10 @@ def row_model(vocab_size: int = VOCAB_SIZE) -> Parts:
 
 
 def read_model(directory: Path, attention: str) -> Parts:
-    """A checkpoint's model, with the attention `triton` (for a process that interprets kernels) or `reference`."""
+    """A checkpoint's model and attention: with kernels, if that is `triton`, or `reference`, all in torch."""
+    placement = UNPADDED if attention == "reference" else Interpreted(UNPADDED.device, UNPADDED.dtype)
     with Checkpoint(directory) as checkpoint:
-        model = build_model(checkpoint, UNPADDED)
+        model = build_model(checkpoint, placement)
     cache = _new_cache(model)
     if attention == "reference":
         return model, ReferenceAttention(cache, model.attention_spec)

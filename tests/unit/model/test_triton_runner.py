@@ -1,8 +1,13 @@
-"""The way of a GPU's step without a GPU: staged integers, the device's block table, Triton's kernels, interpreted."""
+"""The way of a GPU's step without a GPU: staged integers, the device's block table, Triton's kernels, interpreted.
+
+A graph is what was launched while it was captured, Triton's kernels and torch's operators, with the very tensors and
+numbers of that moment.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -10,42 +15,55 @@ import torch
 
 from roseinfer.config.options import RunnerConfig
 from roseinfer.messages import SamplingParams
-from roseinfer.model.device_stream import Graph
+from roseinfer.model.attention.base import Attend
+from roseinfer.model.runner import ModelRunner
 from tests.unit.model.conftest import Shape, prompt_of, write_checkpoint
 from tests.unit.model.driver import Ask, Driver, Plan
 from tests.unit.model.fake_device import LateStream
-from tests.unit.model.fake_model import make_runner, read_model
+from tests.unit.model.fake_model import MAX_MODEL_LEN, make_runner, read_model
 from tests.unit.model.triton_processes import Worker, interpreter_process
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; the extra `test` has it")
 
-ASKS = [
-    Ask(prompt_of(3, seed=1), 4, SamplingParams(temperature=0.0)),
-    Ask(prompt_of(21, seed=2), 4, SamplingParams(seed=5)),
-    Ask(prompt_of(9, seed=3), 3, SamplingParams(temperature=0.0)),
+KINDS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=5),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7, top_k=7, top_p=0.9, min_p=0.02, seed=6),
+    SamplingParams(seed=7, presence_penalty=0.5, repetition_penalty=1.2, logit_bias={3: 2.0}),
 ]
+LENGTHS = (3, 21, 9, 12, 5)
+ASKS = [Ask(prompt_of(length, seed=length), 4, params) for length, params in zip(LENGTHS, KINDS, strict=True)]
+NUM_SLOTS = 4
 
 
-class InterpretedStream(LateStream):
-    """Interpreted kernels are no operators that could be recorded: a graph is the work itself."""
+def generate(
+    directory: Path, mode: str, plan: Plan, spoil: Callable[[ModelRunner], None] = lambda _: None
+) -> tuple[list[list[int]], list[int], int]:
+    """The tokens of the requests, the graph rows of each step, and how many launches of kernels the graphs hold.
 
-    def capture(self, work: Callable[[], None]) -> Graph:
-        self.num_captures += 1
-        return _Again(work)
-
-
-class _Again:
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.replay = work
-
-
-def generate(directory: Path, attention: str, plan: Plan) -> tuple[list[list[int]], list[int]]:
-    """The tokens of the requests, and the graph rows of each step. For a process that interprets kernels."""
+    Modes are `reference`, without kernels, and for a process that interprets them `eager` and `graphs`.
+    """
     torch.set_num_threads(1)
-    config = RunnerConfig(cuda_graphs="lazy" if attention == "triton" else "off")
-    runner = make_runner(InterpretedStream(), config, 3, make_model=partial(read_model, directory, attention))
-    driver = Driver(runner, runner.info, 3, plan)
-    return driver.generate(ASKS), driver.graph_rows
+    config, stream = RunnerConfig(cuda_graphs="lazy" if mode == "graphs" else "off"), LateStream()
+    attention = "reference" if mode == "reference" else "triton"
+    runner = make_runner(stream, config, NUM_SLOTS, make_model=partial(read_model, directory, attention))
+    if attention == "triton":
+        runner._sampler._use_triton(MAX_MODEL_LEN)
+    spoil(runner)
+    driver = Driver(runner, runner.info, NUM_SLOTS, plan)
+    return driver.generate(ASKS), driver.graph_rows, sum(graph.num_launches for graph in stream.graphs)
+
+
+def read_a_counter(runner: ModelRunner) -> None:
+    """Add to all token ids how often Python has run the model: what no graph would do."""
+    model, counter = runner._model, count()
+    forward = model.forward
+
+    def spoilt(token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        return forward((token_ids + next(counter)) % model.vocab_size, positions, attend)
+
+    model.forward = spoilt  # type: ignore[method-assign]
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +71,27 @@ def interpreter() -> Iterator[Worker]:
     yield from interpreter_process()
 
 
-def test_the_tokens_of_a_cpu(interpreter: Worker, tmp_path: Path) -> None:
-    """Chunks, a preemption, a step launched ahead, graphs that are not full."""
-    directory = write_checkpoint(tmp_path / "gpt2", Shape())
-    expected, graph_rows = generate(directory, "reference", Plan())
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("gpt2"), Shape())
+
+
+@pytest.mark.parametrize(("seed", "depth"), [(4, 0), (5, 1), (7, 1)])
+def test_frozen_launches_give_the_tokens_of_steps_run_anew(
+    interpreter: Worker, directory: Path, seed: int, depth: int
+) -> None:
+    """Chunks, a preemption, a step launched ahead, graphs that are not full; only the staged bytes change."""
+    expected, graph_rows, _ = generate(directory, "reference", Plan())
     assert not any(graph_rows)
-    plan = Plan(seed=3, depth=1, chunk=11, preempt_every=4)
-    tokens, graph_rows = interpreter.call(generate, directory, "triton", plan)
+    plan = Plan(seed=seed, depth=depth, chunk=11, preempt_every=4)
+    tokens, graph_rows, num_launches = interpreter.call(generate, directory, "graphs", plan)
     assert tokens == expected
-    assert all(graph_rows), "chunks and mixed steps are in graphs too"
+    assert all(graph_rows), "chunks and mixed steps are in graphs too, and every kind of sampling"
+    assert num_launches > 0
+
+
+def test_a_number_that_goes_stale_in_a_graph_is_found(interpreter: Worker, directory: Path) -> None:
+    plan = Plan(seed=3, depth=1)
+    anew, _, _ = interpreter.call(generate, directory, "eager", plan, read_a_counter)
+    frozen, _, _ = interpreter.call(generate, directory, "graphs", plan, read_a_counter)
+    assert frozen != anew

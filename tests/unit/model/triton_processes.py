@@ -7,12 +7,15 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import pytest
 import torch
+
+from tests.unit.model.fake_device import launched
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -30,7 +33,8 @@ class Worker:
         return self._executor.submit(function, *arguments, **named).result()
 
 
-def _started(environment: dict[str, str], prepare: Callable[[], None]) -> Iterator[Worker]:
+def started(environment: dict[str, str], prepare: Callable[[], None]) -> Iterator[Worker]:
+    """A process that begins with `prepare`, which it must be able to find by its name."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), prepare) as executor:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in environment.items():
@@ -40,11 +44,15 @@ def _started(environment: dict[str, str], prepare: Callable[[], None]) -> Iterat
 
 
 def _prepare_interpreter() -> None:
-    """Triton 3.6 made to run with NumPy 2.4, ten times faster, and with products whose order does not show."""
+    """Triton 3.6 made to run with NumPy 2.4, ten times faster, and with products whose order does not show.
+
+    A launch can be recorded in a graph.
+    """
     from triton.runtime import interpreter
 
     torch.set_num_threads(1)
     patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
+    launch = interpreter.GridExecutor.__call__
     scopes: dict[str, Any] = {}
 
     def patched_tensor(tensor: Any, scope: Any) -> None:
@@ -62,6 +70,10 @@ def _prepare_interpreter() -> None:
         product = a.data.astype(np.float64) @ b.data.astype(np.float64)
         return interpreter.TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
 
+    def noted(self: Any, *arguments: Any, **named: Any) -> None:
+        launched(partial(launch, self, *arguments, **named))
+
+    interpreter.GridExecutor.__call__ = noted
     interpreter._patch_lang_tensor = patched_tensor
     interpreter._patch_lang = patched_language
     interpreter._LangPatchScope.restore = lambda self: None
@@ -70,7 +82,7 @@ def _prepare_interpreter() -> None:
 
 def interpreter_process() -> Iterator[Worker]:
     """For a fixture: kernels run on the CPU."""
-    yield from _started({"TRITON_INTERPRET": "1"}, _prepare_interpreter)
+    yield from started({"TRITON_INTERPRET": "1"}, _prepare_interpreter)
 
 
 class Ahead:
@@ -108,4 +120,4 @@ def _prepare_compiler() -> None:
 
 def compiler_process(cache_dir: Path) -> Iterator[Worker]:
     """For a fixture: kernels that are launched end up in `compiled`, for a GPU of `Ahead.capability`."""
-    yield from _started({"TRITON_CACHE_DIR": str(cache_dir)}, _prepare_compiler)
+    yield from started({"TRITON_CACHE_DIR": str(cache_dir)}, _prepare_compiler)
