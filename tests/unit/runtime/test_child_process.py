@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,7 @@ import msgspec
 import pytest
 
 from roseinfer.errors import NotReady
+from roseinfer.runtime import child_process
 from roseinfer.runtime.child_process import ChildProcess, end_process, start_process
 
 MODULE = """
@@ -114,8 +117,18 @@ def test_closing_ends_the_request_under_way_and_refuses_the_next(child: ChildPro
 
 def test_ending_waits_for_an_exit_and_then_kills() -> None:
     process = start_process(["-c", "import sys; sys.exit(3)"])
-    end_process(process, 60)
+    assert end_process(process, 60)
     assert process.returncode == 3
     process = start_process(["-c", "import time; time.sleep(600)"])
-    end_process(process, 0.01)
+    assert not end_process(process, 0.01, 60)
     assert process.returncode == -signal.SIGKILL
+
+
+def test_time_without_a_processor_does_not_count_for_an_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_process, "waited_s", lambda _: time.monotonic())  # it has had none at all
+    process = start_process(["-c", "input()"], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    threading.Timer(0.1, process.stdin.close).start()
+    assert end_process(process, 0.02, 60)
+    process = start_process(["-c", "import time; time.sleep(600)"])
+    assert not end_process(process, 0.01, 0.02)
