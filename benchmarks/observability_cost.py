@@ -26,11 +26,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from aiohttp import web
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-from prometheus_client import CollectorRegistry
 
 from benchmarks.figures import summarise
 from benchmarks.protocol import Worker
@@ -44,20 +42,33 @@ from roseinfer.observe import logs
 from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.hub import MAX_DELAY_S, Hub
 from roseinfer.observe.metrics.metrics import Metrics
+from roseinfer.observe.observation import Observation
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.observe.telemetry.forwarder import Forwarder
+from roseinfer.observe.telemetry.link import Link
 from roseinfer.observe.telemetry.process import TelemetryProcess
+from roseinfer.observe.telemetry.receiver import Receiver
 from roseinfer.observe.tracing import semconv
 from roseinfer.observe.tracing.head_sampling import HeadSampler, make_propagator, make_sampler
 from roseinfer.observe.tracing.nvtx import make_marker
 from roseinfer.observe.tracing.spans import PlannedIds, Spans
 from roseinfer.observe.tracing.tracing import Tracing
-from roseinfer.records import NO_TIMES, Advanced, BlockedBy, FinishReason, RequestTimeline, StepRecord
+from roseinfer.records import (
+    NO_TIMES,
+    Advanced,
+    Arrival,
+    BlockedBy,
+    Delivery,
+    FinishReason,
+    RequestTimeline,
+    StepRecord,
+)
 from roseinfer.runtime.cpu_waits import LoopWaits
+from roseinfer.runtime.frames import encode_frame
 from roseinfer.runtime.gc_pauses import GcPauses
 from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
 from roseinfer.server.app import Instruments, build_app, build_runner
-from roseinfer.server.connection.listener import bind
+from roseinfer.server.connection.listener import Listener, bind
 from roseinfer.server.ops.front_end import replies
 from roseinfer.server.service import Service
 from roseinfer.text.text_model import TextModel
@@ -97,6 +108,8 @@ def measure_parts(num_rows: int, num_tokens: int, repeat: int) -> None:
     request = sink.spans.copy()
     (encoded,) = medians_us(repeat, lambda: encode_spans(request).SerializeToString())
     print(f"export, {len(request)} spans of a request into bytes: {encoded:.0f} µs")
+    forwarded, observed = asyncio.run(fact_costs(num_rows, 4 * num_tokens))
+    print(f"facts, a token of {num_rows} streams: {forwarded:.2f} µs to send, {observed:.2f} to take and to observe")
 
 
 def medians_us(repeat: int, *sides: Callable[[], object]) -> list[float]:
@@ -171,7 +184,7 @@ def make_tracing(**options: float) -> tuple[Tracing, Sink]:
     provider.add_span_processor(sink)
     spans = Spans(provider.get_tracer("m"), ids, 0, shared)
     head_sampler = HeadSampler(make_sampler({}, config.ratio), make_propagator({}), ids, shared)
-    return Tracing(config, head_sampler, spans, sink, Metrics("m", "0", CollectorRegistry())), sink
+    return Tracing(config, head_sampler, spans, sink, Metrics("m", "0")), sink
 
 
 def make_timeline(index: int, num_tokens: int) -> RequestTimeline:
@@ -218,6 +231,50 @@ def step_costs(repeat: int, num_rows: int, record: StepRecord) -> list[float]:
     return medians_us(repeat, lambda: quiet.on_step(record, advanced), lambda: kept.on_step(record, advanced))
 
 
+async def fact_costs(num_streams: int, num_steps: int) -> tuple[float, float]:
+    """Microseconds a token of the front end, and of the telemetry process, with nothing else on their cores."""
+    frames: list[bytes] = []
+    forwarder, config = Forwarder(), Config(model=ModelConfig(path="m"))
+    forwarder.resume(lambda message: frames.append(encode_frame(message)), 0)
+    timelines = [make_timeline(index, 1) for index in range(num_streams)]
+    for serial, timeline in enumerate(timelines):
+        timeline.serial, timeline.is_streamed, timeline.finish_reason = serial, True, None
+        timeline.token_ns, timeline.write_ns = [], []
+        forwarder.hub.on_start(timeline)
+    began_s = time.thread_time()
+    for number in range(num_steps):
+        tell_step(forwarder.hub, timelines, number)
+        await asyncio.sleep(0)
+    forwarder.catch_up()
+    sent_s = time.thread_time()
+    receiver = Receiver()
+    receiver.open(Observation(config, "0", lambda: 0, tuple, lambda: 0))
+    link = Link({}, receiver.take, lambda: None)
+    opened_s = time.thread_time()
+    for frame in frames:
+        link.data_received(frame)
+    us = 1e6 / (num_streams * num_steps)
+    return (sent_s - began_s) * us, (time.thread_time() - opened_s) * us
+
+
+def tell_step(hub: Hub, timelines: list[RequestTimeline], number: int) -> None:
+    """A step of 2 ms and a write for each of its tokens."""
+    tokens_ns = (10 + 2 * number) * MS
+    values = dict.fromkeys(StepRecord.__struct_fields__, 1) | {"step_id": number, "num_prefill_seqs": 0}
+    values |= {"start_ns": tokens_ns - MS, "tokens_ns": tokens_ns, "end_ns": tokens_ns + 1000, "num_finished": 0}
+    others: dict[str, Any] = {"phases": NO_TIMES, "ahead": NO_TIMES, "blocked_by": BlockedBy.NOTHING}
+    others["is_profiled"] = False
+    for timeline in timelines:
+        timeline.token_ns.append(tokens_ns)
+    hub.on_step(StepRecord(**(values | others)), Advanced.newest(timelines))
+    arrival = Arrival(tokens_ns, tokens_ns + 1000, tokens_ns + 20_000)
+    for index, timeline in enumerate(timelines):
+        written_ns = tokens_ns + (100 + 10 * index) * 1000
+        delivery = Delivery(arrival, written_ns - 9000, written_ns - 3000, written_ns, False, len(timeline.write_ns))
+        timeline.write_ns.append(written_ns)
+        hub.on_write(timeline, delivery)
+
+
 # --- a served load --------------------------------------------------------------------------------------------------
 
 
@@ -230,7 +287,7 @@ class Observed:
             server=ServerConfig(stream_interval=1, served_model_name=NAME),
             scheduler=SchedulerConfig(max_num_seqs=num_streams),
         )
-        attribution, metrics = Attribution(), Metrics(NAME, "0", CollectorRegistry())
+        attribution, metrics = Attribution(), Metrics(NAME, "0")
         flight, pauses = Flight(self.config, "0"), GcPauses()
         flight.listen(pauses, LoopWaits(), metrics, attribution.interruptions)
         observers = {"recorder": flight, "causes": attribution, "metrics": metrics, "logs": logs.Logs(10.0)}
@@ -244,8 +301,8 @@ class Observed:
     def observe(self, hub: Hub) -> None:
         self.client.observer = self.service.observer = hub
 
-    async def start(self) -> tuple[web.AppRunner, int]:
-        """Returns the API port, and the number of the operations port."""
+    async def start(self) -> tuple[Listener, int, int]:
+        """Returns what listens, and the numbers of the API port and of the operations port."""
         await self.client.start(lambda _: None)
         self.service.open(TextModel.load(Path(self.client.info.checkpoint_dir), None, "auto"))
         sockets = await bind("127.0.0.1", 0)
@@ -256,14 +313,11 @@ class Observed:
         gc.freeze()
         be_nicer(FRONT_END_NICENESS)  # as the program does, once its engine is there; the load inherits it
 
-        async def handle_metrics(_: web.Request) -> web.Response:
-            page = await self.telemetry.page("metrics", "")
-            return web.Response(body=page.content)
-
-        runner = build_runner(build_app(self.service, Instruments(handle_metrics, self.telemetry.ledgers)), 0.5)
+        instruments = Instruments(self.telemetry.page, self.telemetry.ledgers, telemetry=self.telemetry)
+        runner = build_runner(build_app(self.service, instruments), 0.5)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return runner, ops_port
+        listening = await runner.listen("127.0.0.1", 0, None)
+        return runner, listening.sockets[0].getsockname()[1], ops_port
 
 
 async def _take_over() -> None:
@@ -272,8 +326,7 @@ async def _take_over() -> None:
 
 async def compare(arguments: argparse.Namespace) -> None:
     server = Observed(arguments.model, arguments.streams)
-    runner, ops_port = await server.start()
-    port = runner.addresses[0][1]
+    runner, port, ops_port = await server.start()
     url = f"http://127.0.0.1:{port}"
     client = Worker("load", [sys.executable, "-m", "benchmarks.http_client", url, NAME], Path("build/bench/load.log"))
 

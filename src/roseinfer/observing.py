@@ -1,6 +1,7 @@
 """Builds what observes: the telemetry process of `roseinfer serve`, and the routes of its operations port."""
 
 import asyncio
+import gc
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -9,7 +10,6 @@ from functools import partial
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
 from roseinfer import __version__
 from roseinfer.config.options import Config
@@ -18,7 +18,6 @@ from roseinfer.observe import logs
 from roseinfer.observe.observation import Observation
 from roseinfer.observe.recorder import capture
 from roseinfer.observe.recorder.capture import Profile
-from roseinfer.observe.telemetry.facts import LARGE_PAGE
 from roseinfer.observe.telemetry.link import Link
 from roseinfer.observe.telemetry.process import Setup
 from roseinfer.observe.telemetry.receiver import Receiver
@@ -26,7 +25,8 @@ from roseinfer.runtime.child_process import live_as_child
 from roseinfer.runtime.file_watch import WATCH_INTERVAL_S
 from roseinfer.runtime.frames import receive_frame
 from roseinfer.runtime.niceness import FRONT_END_NICENESS, TELEMETRY_NICENESS, be_nicer
-from roseinfer.server.app import LOAD_PATH, build_ops_app, build_runner
+from roseinfer.server.app import build_ops_app, build_runner
+from roseinfer.server.connection import scraping
 from roseinfer.server.connection.api_keys import ApiKeys
 from roseinfer.server.ops import debug, profile
 from roseinfer.server.ops.front_end import FrontEnd, Refusals
@@ -51,7 +51,11 @@ def telemetry_main(fd: int) -> int:
 async def _observe(connection: socket.socket, setup: Setup, output: logs.LogOutput) -> None:
     """Observe, and serve the operations port, until the front end has gone."""
     receiver, gone = Receiver(), asyncio.Event()
-    link = Link(receiver.replies(), receiver.take, gone.set)
+
+    async def scrape(head: bytes) -> bytes:
+        return await scraping.answer(head, observation.page)
+
+    link = Link({**receiver.replies(), "scrape": scrape}, receiver.take, gone.set)
 
     def num_dropped() -> int:
         return output.num_dropped + receiver.num_dropped_log_lines
@@ -89,13 +93,15 @@ async def _ops_port(setup: Setup, receiver: Receiver, link: Link, observation: O
     port = Port(config.server, Refusals(link), keys)
     receiver.on_state = partial(setattr, port, "state")
     routes = debug_routes(config, observation, front_end.profile, lambda: receiver.num_tasks)
-    ops_app = build_ops_app(port, metrics_handler(observation), front_end.judge, routes, [front_end.ask_first])
+    ops_app = build_ops_app(port, observation.page, front_end.judge, routes, [front_end.ask_first])
     runner = build_runner(ops_app, _OPS_CLOSE_S)
     await runner.setup()
     watching = None
     if keys is not None and keys.path is not None:
         watching = asyncio.create_task(keys.files.watch(keys.read, keys.replace, WATCH_INTERVAL_S))
     listening = [await runner.listen_at(socket.socket(fileno=descriptor)) for descriptor in setup.ports]
+    gc.collect()
+    gc.freeze()  # what it imported, which later collections need not walk
     be_nicer(TELEMETRY_NICENESS - FRONT_END_NICENESS)  # sooner, it would not get through its imports beside a load
     try:
         yield
@@ -105,19 +111,6 @@ async def _ops_port(setup: Setup, receiver: Receiver, link: Link, observation: O
         for server in listening:
             server.close()
         await runner.cleanup()
-
-
-def metrics_handler(observation: Observation) -> Handler:
-    """Render the pages of metrics in this process."""
-
-    async def handle(request: web.Request) -> web.Response:
-        page, content_type = observation.page(request.headers.get("Accept", ""), is_load=request.path == LOAD_PATH)
-        response = web.Response(body=page, headers={"Content-Type": content_type}, zlib_executor_size=LARGE_PAGE)
-        if len(page) >= LARGE_PAGE:
-            response.enable_compression()  # where the scraper takes it, as Prometheus does
-        return response
-
-    return handle
 
 
 def debug_routes(

@@ -292,6 +292,13 @@ class Advanced(list[RequestTimeline]):
         """How many of the tokens are the first of their request."""
         return self.previous_ns.count(0)
 
+    def last_ns(self, tokens_ns: int) -> int:
+        """When the newest token that any of them had before this step, whose tokens came then, was known; or 0."""
+        last_ns = max(self.previous_ns, default=0)
+        if last_ns == tokens_ns:  # one got several tokens in this step
+            last_ns = max((previous_ns for previous_ns in self.previous_ns if previous_ns != tokens_ns), default=0)
+        return last_ns
+
     @property
     def newcomers(self) -> "list[RequestTimeline]":
         """Those whose first token it is."""

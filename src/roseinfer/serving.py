@@ -12,7 +12,6 @@ from collections.abc import Awaitable
 from functools import cache, partial
 
 import msgspec
-from aiohttp import web
 
 from roseinfer import __version__
 from roseinfer.config.options import Config
@@ -28,7 +27,7 @@ from roseinfer.runtime.cpu_waits import LoopWaits
 from roseinfer.runtime.gc_pauses import GcPauses
 from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
 from roseinfer.server import lifecycle
-from roseinfer.server.app import LOAD_PATH, Instruments
+from roseinfer.server.app import Instruments
 from roseinfer.text.grammar.checker import GrammarChecker
 from roseinfer.wiring import make_client
 
@@ -81,16 +80,7 @@ class _FactsElsewhere:
     def instruments(self, client: AsyncEngine, checker: GrammarChecker, more_keys: str) -> Instruments:
         telemetry = TelemetryProcess(self._config, self._forwarder, client.queue_estimate.report, more_keys)
 
-        async def handle_metrics(request: web.Request) -> web.Response:
-            name = "load" if request.path == LOAD_PATH else "metrics"
-            takes_gzip = "gzip" in request.headers.get("Accept-Encoding", "")
-            page = await telemetry.page(name, request.headers.get("Accept", ""), takes_gzip=takes_gzip)
-            headers = {"Content-Type": page.content_type}
-            if page.is_compressed:
-                headers["Content-Encoding"] = "gzip"
-            return web.Response(body=page.content, headers=headers)
-
-        return Instruments(handle_metrics, telemetry.ledgers, (), checker, telemetry)
+        return Instruments(telemetry.page, telemetry.ledgers, (), checker, telemetry)
 
     def close(self) -> None:
         """Do nothing: the server's end is the telemetry process's."""
@@ -119,7 +109,7 @@ class _FactsHere:
         observation.capture.profile = profile
         observation.flight.queue = client.queue_estimate.report
         routes = observing.debug_routes(self._config, observation, profile)
-        return Instruments(observing.metrics_handler(observation), observation.ledgers, routes, checker)
+        return Instruments(observation.page, observation.ledgers, routes, checker)
 
 
 def _settle(config: Config, info: EngineInfo, url: str) -> None:

@@ -3,14 +3,13 @@
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 from aiohttp import web
-from prometheus_client import CollectorRegistry
 
 from roseinfer.config.options import Config, ServerConfig
 from roseinfer.engine.core.engine import Engine
@@ -21,10 +20,12 @@ from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.hub import Hub
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.recorder.flight import Flight
+from roseinfer.observe.telemetry.facts import Page
 from roseinfer.records import Advanced, Delivery, Observer, RequestTimeline, StepRecord
 from roseinfer.runtime.cpu_waits import LoopWaits
 from roseinfer.runtime.gc_pauses import GcPauses
 from roseinfer.server.app import Instruments, build_app, build_runner
+from roseinfer.server.ops.pages import Pages
 from roseinfer.server.service import Service
 from tests.unit.server.harness import ledgers_of, text_model
 
@@ -57,7 +58,7 @@ class LiveServer:
 
     client: AsyncEngine
     service: Service
-    registry: CollectorRegistry
+    metrics: Metrics
     attribution: Attribution
     flight: Flight
     tape: Tape
@@ -118,8 +119,8 @@ async def live(
     if transport is None:
         assert build is not None
         transport = ThreadTransport(config, lambda _config, _on_progress: build())
-    attribution, registry, tape, pauses = Attribution(), CollectorRegistry(), Tape(), GcPauses()
-    metrics = Metrics("fake", "0", registry)
+    attribution, tape, pauses = Attribution(), Tape(), GcPauses()
+    metrics = Metrics("fake", "0")
     flight = Flight(config, "0")
     hub = Hub([attribution, metrics, flight, tape])
     metrics.watch(attribution, lambda: hub.spent_ns)
@@ -130,7 +131,7 @@ async def live(
     attribution.set_graphs(has_graphs=bool(client.info.graph_sizes))
     service = Service(config, client, hub, None, ledgers_of(attribution))
     service.open(text_model())
-    instruments = Instruments(metrics=_metrics_handler(metrics), ledgers=ledgers_of(attribution))
+    instruments = Instruments(pages=_pages(metrics), ledgers=ledgers_of(attribution))
     runner = build_runner(build_app(service, instruments), 0.5)
     await runner.setup()
     try:
@@ -141,7 +142,7 @@ async def live(
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         with pauses:
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-                server_ = LiveServer(client, service, registry, attribution, flight, tape, url, session)
+                server_ = LiveServer(client, service, metrics, attribution, flight, tape, url, session)
                 attribution.on_slow_gap.append(lambda gap, timeline: server_.slow.append((gap, timeline)))
                 yield server_
                 await server_.stop_readers()
@@ -151,12 +152,12 @@ async def live(
         await client.close()
 
 
-def _metrics_handler(metrics: Metrics) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    async def handle(request: web.Request) -> web.StreamResponse:
-        page, content_type = await asyncio.to_thread(metrics.render, request.headers.get("Accept", ""))
-        return web.Response(body=page, headers={"Content-Type": content_type})
+def _pages(metrics: Metrics) -> Pages:
+    async def pages(accept: str, *, is_load: bool, takes_gzip: bool) -> Page:
+        content, content_type = await asyncio.to_thread(metrics.render, accept)
+        return Page(content, content_type, is_compressed=False)
 
-    return handle
+    return pages
 
 
 async def closed(reader: asyncio.StreamReader) -> bytes:

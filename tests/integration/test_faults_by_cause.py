@@ -8,12 +8,10 @@ import asyncio
 import gc
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
-from prometheus_client import Metric
 
 from roseinfer.engine.core.batch import Launched, ScheduledBatch, Watch
 from roseinfer.engine.core.engine import LoopState
@@ -267,30 +265,24 @@ async def test_a_slow_detokenizer() -> None:
         judge(server, Cause.DETOKENIZE)
 
 
-class SlowCollector:
-    """Holds the interpreter while it collects, in one call that never gives it away."""
-
-    def __init__(self) -> None:
-        began = time.monotonic()
-        sum(range(1_000_000))
-        self._numbers = range(int(1_000_000 * DELAY_S / (time.monotonic() - began)))
-
-    def collect(self) -> Iterator[Metric]:
-        sum(self._numbers)
-        return iter(())
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(())
+def hold_interpreter(numbers: range) -> int:
+    """In one call that never gives it away."""
+    return sum(numbers)
 
 
 @on_a_calm_machine
-async def test_a_scrape_that_takes_long() -> None:
+async def test_a_scrape_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    hold_interpreter(range(1_000_000))
+    numbers = range(int(1_000_000 * DELAY_S / (time.monotonic() - began)))
+
     async def strike(server: LiveServer) -> None:
         async with server.session.get(server.url + "/metrics") as response:
             await response.read()
 
     async with live(transport=process()) as server:
-        server.registry.register(SlowCollector())
+        snapshot = server.metrics.snapshot
+        monkeypatch.setattr(server.metrics, "snapshot", lambda: (hold_interpreter(numbers), snapshot())[1])
         await provoke(server, strike)
         judge(server, Cause.SCRAPE)
 

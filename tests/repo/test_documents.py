@@ -174,7 +174,7 @@ def test_generated_pages_are_fresh() -> None:
 
 
 def test_every_route_is_documented() -> None:
-    files = [SOURCE / "server" / name for name in ("app.py", "ops/debug.py")]
+    files = [SOURCE / "server" / name for name in ("app.py", "ops/debug.py", "ops/pages.py")]
     calls = [node for file in files for node in ast.walk(tree_of(file)) if isinstance(node, ast.Call)]
     paths = {str(call.args[0].value) for call in calls if call.args and isinstance(call.args[0], ast.Constant)}
     table = (ROOT / "docs" / "http-api.md").read_text()

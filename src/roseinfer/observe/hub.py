@@ -8,7 +8,10 @@ is delivered before an observer is asked, before the server's state changes, and
 import asyncio
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Generic, ParamSpec
 
 import numpy as np
@@ -29,7 +32,7 @@ from roseinfer.records import (
 logger = logging.getLogger(__name__)
 
 MAX_DELAY_S = 0.2
-MAX_STEPS = 8  # that wait: delivering so many keeps the event loop for about a millisecond
+MAX_STEPS = 8  # that wait: delivering so many keeps an event loop that also serves streams for about a millisecond
 MAX_ENDS = 16  # that wait, for the same reason
 
 _FACTS = (
@@ -40,9 +43,9 @@ _FAULTS = frozenset({FinishReason.ERROR, FinishReason.TIMEOUT})
 _Facts = list[tuple[str, tuple[Any, ...]]]
 _What = ParamSpec("_What")
 
-_OWN = ("serial", "start_ns", "resumed_ns", "encoded_ns", "written_ns", "was_paused")
+OWN = ("serial", "start_ns", "resumed_ns", "encoded_ns", "written_ns", "was_paused")
 _OF_ARRIVALS = ("tokens_ns", "sent_ns", "read_ns", "was_delayed")
-COLUMNS = (*_OWN, *_OF_ARRIVALS)
+COLUMNS = (*OWN, *_OF_ARRIVALS)
 """`serial` is the request's, `start_ns` when its write before this one returned, 0 for the first. `was_delayed` is
 1 if a collection, the lack of a core or a full outbox delayed the tokens on their way to the front end."""
 
@@ -52,29 +55,22 @@ Column = npt.NDArray[np.int64]
 class Writes:
     """Some writes, in the order in which they returned."""
 
-    def __init__(self) -> None:
-        self.timelines: list[RequestTimeline] = []
-        self.deliveries: list[Delivery] = []
+    def __init__(self, timelines: list[RequestTimeline], own: Column, arrivals: list[tuple[Arrival, int]]) -> None:
+        """`own` has a row for each of OWN, `(len(OWN), num_writes)`.
+
+        `arrivals` are those of their tokens, each with the count of its writes: the writes with the tokens of one step
+        mostly follow one another, so they are few.
+        """
+        self.timelines = timelines
+        self.own = own
+        self.arrivals = arrivals
         self._columns: dict[str, Column] = {}
 
-    def __len__(self) -> int:
-        return len(self.timelines)
-
-    def add(self, timeline: RequestTimeline, delivery: Delivery) -> None:
-        """Adds a write whose stamp the timeline already holds. Call it before `columns`."""
-        self.timelines.append(timeline)
-        self.deliveries.append(delivery)
-
-    def columns(self) -> dict[str, Column]:
-        """Returns each of COLUMNS, `(num_writes,)`; made once, and not while a write waits to return."""
-        if not self._columns:
-            self._columns = self._own() | self._of_arrivals()
-        return self._columns
-
-    def _own(self) -> dict[str, Column]:
-        """Returns what each write has for itself. By way of a list: an `array` takes values three times as slowly."""
-        values: list[int] = []
-        for timeline, delivery in zip(self.timelines, self.deliveries, strict=True):
+    @classmethod
+    def of(cls, timelines: list[RequestTimeline], deliveries: Sequence[Delivery]) -> "Writes":
+        """Makes them of deliveries whose stamps the timelines already hold."""
+        values: list[int] = []  # an `array` takes them three times as slowly
+        for timeline, delivery in zip(timelines, deliveries, strict=True):
             index = delivery.index
             values.extend(
                 (
@@ -86,25 +82,50 @@ class Writes:
                     delivery.was_paused,
                 )
             )
-        return _columns(_OWN, values)
+        arrivals = [(arrival, len([*run])) for arrival, run in groupby(deliveries, attrgetter("arrival"))]
+        return cls(timelines, _table(values, len(OWN)), arrivals)
 
-    def _of_arrivals(self) -> dict[str, Column]:
-        """Returns what all writes with the tokens of one step share; they mostly come one after the other."""
-        values, counts = list[int](), list[int]()
-        last: Arrival | None = None
-        for delivery in self.deliveries:
-            if delivery.arrival is last:
-                counts[-1] += 1
-                continue
-            last = delivery.arrival
-            counts.append(1)
-            values.extend((last.tokens_ns, last.sent_ns, last.read_ns, bool(last.delayed_ns or last.was_held)))
-        return {name: column.repeat(counts) for name, column in _columns(_OF_ARRIVALS, values).items()}
+    @classmethod
+    def joined(cls, pieces: Sequence["Writes"]) -> "Writes":
+        """Joins them in their order."""
+        if len(pieces) == 1:
+            return pieces[0]
+        timelines = [timeline for piece in pieces for timeline in piece.timelines]
+        arrivals = [arrival for piece in pieces for arrival in piece.arrivals]
+        return cls(timelines, np.concatenate([piece.own for piece in pieces], axis=1), arrivals)
+
+    def __len__(self) -> int:
+        return len(self.timelines)
+
+    def columns(self) -> dict[str, Column]:
+        """Returns each of COLUMNS, `(num_writes,)`."""
+        if not self._columns:
+            values, counts = list[int](), list[int]()
+            for arrival, count in self.arrivals:
+                was_delayed = bool(arrival.delayed_ns or arrival.was_held)
+                values.extend((arrival.tokens_ns, arrival.sent_ns, arrival.read_ns, was_delayed))
+                counts.append(count)
+            of_arrivals = _table(values, len(_OF_ARRIVALS)).repeat(counts, axis=1)
+            self._columns = dict(zip(COLUMNS, (*self.own, *of_arrivals), strict=True))
+        return self._columns
+
+    def delivery(self, at: int) -> Delivery:
+        """Returns one of them in full, which takes as long as the columns of dozens."""
+        _, _, resumed_ns, encoded_ns, written_ns, was_paused = self.own[:, at].tolist()
+        index = bisect_left(self.timelines[at].write_ns, written_ns)
+        return Delivery(self._arrival(at), resumed_ns, encoded_ns, written_ns, bool(was_paused), index)
+
+    def _arrival(self, at: int) -> Arrival:
+        for arrival, count in self.arrivals:
+            at -= count
+            if at < 0:
+                return arrival
+        raise IndexError
 
 
-def _columns(names: tuple[str, ...], values: list[int]) -> dict[str, Column]:
-    table = np.fromiter(values, np.int64, len(values)).reshape(-1, len(names))
-    return dict(zip(names, np.ascontiguousarray(table.T), strict=True))
+def _table(values: Sequence[int], num_columns: int) -> Column:
+    """Returns `(num_columns, num_rows)` of values that come row by row."""
+    return np.ascontiguousarray(np.fromiter(values, np.int64, len(values)).reshape(-1, num_columns).T)
 
 
 class WriteObserver(Observer):
@@ -132,23 +153,26 @@ class Listeners(Generic[_What]):
                 self._listeners.remove(listener)
 
 
-class Hub(Observer):
+class Hub(WriteObserver):
     """The observer that passes facts on to all others.
 
     They hear at once that a request begins; of the facts that waited they get the steps, then the writes, all of them
     together, then the ends of requests.
     """
 
-    def __init__(self, observers: Iterable[Observer], max_delay_s: float = 0.0) -> None:
+    def __init__(self, observers: Iterable[Observer], max_delay_s: float = 0.0, max_steps: int = MAX_STEPS) -> None:
         """With `max_delay_s`, facts wait so long at most; they must then come on an event loop."""
         self.spent_ns = 0  # by all observers
         self.on_step_read: Callable[[int], None] = lambda _: None  # called with the moment of its end, at once
         self.on_write_returned: Callable[[int], None] = lambda _: None  # called with the moment, at once
         self._max_delay_s = max_delay_s
+        self._max_steps = max_steps
         self._observers = [(observer, _heard_by(observer)) for observer in observers]
         self._facts: _Facts = []  # steps, and writes one by one, that wait
         self._num_steps = 0  # of them
-        self._writes = Writes()  # likewise
+        self._timelines: list[RequestTimeline] = []  # of the writes that came one by one, that wait
+        self._deliveries: list[Delivery] = []  # likewise
+        self._writes: list[Writes] = []  # that came together, that wait
         self._ends: dict[str, RequestTimeline] = {}  # likewise, by request id
         self._timer: asyncio.TimerHandle | None = None
         self._find_who_hears_writes()
@@ -173,7 +197,7 @@ class Hub(Observer):
         self.on_step_read(record.end_ns)
         self._facts.append(("on_step", (record, advanced)))
         self._num_steps += 1
-        if not self._max_delay_s or self._num_steps >= MAX_STEPS:
+        if not self._max_delay_s or self._num_steps >= self._max_steps:
             self.catch_up()
         else:
             self._catch_up_soon()
@@ -181,9 +205,21 @@ class Hub(Observer):
     def on_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
         self.on_write_returned(delivery.written_ns)
         if self._are_writes_heard:
-            self._writes.add(timeline, delivery)
+            self._timelines.append(timeline)
+            self._deliveries.append(delivery)
         if self._is_each_write_heard:
             self._facts.append(("on_write", (timeline, delivery)))
+        if self._max_delay_s:
+            self._catch_up_soon()
+
+    def on_writes(self, writes: Writes) -> None:
+        """Writes returned, in another process."""
+        if self._are_writes_heard:
+            self._writes.append(writes)
+        if self._is_each_write_heard:
+            self._facts += [
+                ("on_write", (timeline, writes.delivery(at))) for at, timeline in enumerate(writes.timelines)
+            ]
         if self._max_delay_s:
             self._catch_up_soon()
 
@@ -215,9 +251,12 @@ class Hub(Observer):
             self._timer.cancel()
             self._timer = None
         facts, self._facts, self._num_steps = self._facts, [], 0
+        if self._timelines:
+            self._writes.append(Writes.of(self._timelines, self._deliveries))
+            self._timelines, self._deliveries = [], []
         if self._writes:
-            facts.append(("on_writes", (self._writes,)))
-            self._writes = Writes()
+            facts.append(("on_writes", (Writes.joined(self._writes),)))
+            self._writes = []
         if self._ends:
             facts += [("on_finish", (timeline,)) for timeline in self._ends.values()]
             self._ends = {}

@@ -40,17 +40,24 @@ class FrameBuffer:
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the payloads that `data` completes. Raises ValueError for a length that no peer of ours would send."""
-        self._pending += data
+        whole: bytes | bytearray = data
+        if self._pending:
+            self._pending += data
+            whole = self._pending
         payloads = []
         offset = 0
-        while len(self._pending) - offset >= _HEADER_BYTES:
-            size = int.from_bytes(self._pending[offset : offset + _HEADER_BYTES], "little")
-            if size > _MAX_FRAME_BYTES:
-                raise ValueError(f"a frame of {size} bytes")
-            end = offset + _HEADER_BYTES + size
-            if len(self._pending) < end:
-                break
-            payloads.append(bytes(self._pending[offset + _HEADER_BYTES : end]))
-            offset = end
-        del self._pending[:offset]
+        with memoryview(whole) as view:  # a payload is copied once
+            while len(view) - offset >= _HEADER_BYTES:
+                size = int.from_bytes(view[offset : offset + _HEADER_BYTES], "little")
+                if size > _MAX_FRAME_BYTES:
+                    raise ValueError(f"a frame of {size} bytes")
+                end = offset + _HEADER_BYTES + size
+                if len(view) < end:
+                    break
+                payloads.append(bytes(view[offset + _HEADER_BYTES : end]))
+                offset = end
+        if whole is data:
+            self._pending += data[offset:]
+        else:
+            del self._pending[:offset]
         return payloads

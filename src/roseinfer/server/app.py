@@ -6,20 +6,23 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from aiohttp import web
-from aiohttp.typedefs import Handler, Middleware
+from aiohttp.typedefs import Middleware
 
 from roseinfer.server import middleware, openapi
 from roseinfer.server.anthropic import messages
 from roseinfer.server.anthropic.errors import PATH, add_request_id, error_form
 from roseinfer.server.connection.listener import Listener
+from roseinfer.server.connection.scraping import Scrape
 from roseinfer.server.exchange import Ledgers
 from roseinfer.server.openai import chat, completions, embeddings, responses, tokenize
 from roseinfer.server.ops import debug_access, probes
+from roseinfer.server.ops.pages import Pages
+from roseinfer.server.ops.pages import routes as page_routes
 from roseinfer.server.port import PORT, Port
 from roseinfer.server.service import SERVICE, Service
 from roseinfer.text.grammar.checker import GrammarChecker
 
-LOAD_PATH = "/metrics/load"
+SCRAPE: web.AppKey[Scrape] = web.AppKey("scrape")  # where scrapers may be answered without a middleware
 
 Reply = Callable[[bytes], Awaitable[bytes]]
 """Answers one kind of question of the telemetry process. A RoseinferError is an answer too."""
@@ -42,6 +45,9 @@ class Telemetry(Protocol):
     async def ready(self) -> None:
         """Return when it observes. Raises ConfigError."""
 
+    def scrape(self, head: bytes, take: Callable[[bytes], None]) -> None:
+        """See Scrape."""
+
     async def close(self) -> None:
         """Give it what it has not got, and end it."""
 
@@ -50,11 +56,10 @@ class Telemetry(Protocol):
 class Instruments:
     """What the wiring hands to the HTTP side.
 
-    `metrics` answers both `/metrics` and `/metrics/load`. `debug_routes` are for the operations port alone, where this
-    process serves it, and not `telemetry`.
+    `debug_routes` are for the operations port alone, where this process serves it, and not `telemetry`.
     """
 
-    metrics: Handler
+    pages: Pages
     ledgers: Ledgers
     debug_routes: Sequence[web.RouteDef] = ()
     grammars: GrammarChecker | None = None
@@ -78,11 +83,13 @@ def build_app(service: Service, instruments: Instruments) -> web.Application:
         web.post("/detokenize", tokenize.detokenize),
         web.get("/openapi.json", openapi.handle),
         web.get("/version", probes.version),
-        *_operations(instruments.metrics, probes.judge_of(service)),
+        *_operations(instruments.pages, probes.judge_of(service)),
     ]
     app = _application(service, routes)
     app[SERVICE] = service
     app[middleware.ERROR_FORMS] = {PATH: error_form}
+    if service.api_keys is None and instruments.telemetry is not None:
+        app[SCRAPE] = instruments.telemetry.scrape
     app.middlewares.extend(
         (middleware.answer_preflight, middleware.authenticate, middleware.admit, debug_access.point_elsewhere)
     )
@@ -92,20 +99,20 @@ def build_app(service: Service, instruments: Instruments) -> web.Application:
 
 def build_ops_app(
     port: Port,
-    metrics: Handler,
+    pages: Pages,
     judge: probes.Judge,
     debug_routes: Sequence[web.RouteDef],
     middlewares: Sequence[Middleware] = (),
 ) -> web.Application:
     """The operations port: probes and metrics without a key, for the cluster's own network, and `/debug/*`."""
-    routes = [web.get("/", probes.list_paths), *_operations(metrics, judge), *debug_routes]
+    routes = [web.get("/", probes.list_paths), *_operations(pages, judge), *debug_routes]
     app = _application(port, routes)
     app.middlewares.extend((debug_access.guard, *middlewares))
     return app
 
 
-def _operations(metrics: Handler, judge: probes.Judge) -> list[web.RouteDef]:
-    return [*probes.routes(judge), web.get("/metrics", metrics), web.get(LOAD_PATH, metrics)]
+def _operations(pages: Pages, judge: probes.Judge) -> list[web.RouteDef]:
+    return [*probes.routes(judge), *page_routes(pages)]
 
 
 def _application(port: Port, routes: list[web.RouteDef]) -> web.Application:
@@ -128,4 +135,4 @@ def _application(port: Port, routes: list[web.RouteDef]) -> web.Application:
 def build_runner(app: web.Application, shutdown_timeout_s: float) -> Listener:
     """The application with its listener."""
     port = app[PORT]
-    return Listener(app, port.config, port.observer.on_refusal, shutdown_timeout_s)
+    return Listener(app, port, shutdown_timeout_s, app.get(SCRAPE))

@@ -281,7 +281,7 @@ async def _listening(service: Service, instruments: Instruments, certificate: Ce
 
             async def take_over() -> None:
                 """Serve probes at least, and 503 for metrics."""
-                app = build_ops_app(service, instruments.metrics, probes.judge_of(service), ())
+                app = build_ops_app(service, instruments.pages, probes.judge_of(service), ())
                 runner = build_runner(app, CONNECTIONS_CLOSE_S)
                 await runner.setup()
                 ports.push_async_callback(runner.cleanup)
@@ -291,7 +291,7 @@ async def _listening(service: Service, instruments: Instruments, certificate: Ce
             await instruments.telemetry.start(front_end.replies(service), sockets, take_over)
         elif config.ops_port:
             judge = probes.judge_of(service)
-            app = build_ops_app(service, instruments.metrics, judge, instruments.debug_routes)
+            app = build_ops_app(service, instruments.pages, judge, instruments.debug_routes)
             await ports.enter_async_context(_port(app, config.ops_host, config.ops_port, "server.ops_", None))
         host = f"[{config.host}]" if ":" in config.host else config.host or "localhost"
         yield f"{'http' if certificate is None else 'https'}://{host}:{port}"

@@ -32,6 +32,7 @@ from roseinfer.server.exchange import EXCHANGE, Failure, is_for_tokens, server_t
 from roseinfer.server.port import PORT
 from roseinfer.server.service import SERVICE
 
+ACCESS_LOG = logging.getLogger("roseinfer.access")
 REQUEST_ID = web.RequestKey("request_id", str)
 CALLER = web.RequestKey("caller", Caller)  # where keys are configured
 ErrorForm = Callable[[str], Failure]  # of the errors of the request with an id
@@ -54,7 +55,6 @@ _PARAM = re.compile(r"[\w.\[\]-]{1,128}", re.ASCII)  # what a field or a header 
 _OWN_KEYS = re.compile(r"\b(logit_bias|metadata|chat_template_kwargs)\..*", re.DOTALL)  # whose keys clients choose
 _STORED_RESPONSE = re.compile(r"/v1/responses/resp_[^/]*(/cancel|/input_items)?$")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_access_log = logging.getLogger("roseinfer.access")
 _log = logging.getLogger(__name__)
 
 
@@ -70,7 +70,7 @@ async def identify(request: web.Request, handler: Handler) -> web.StreamResponse
         return response
     finally:
         level = logging.DEBUG if request.path in QUIET_PATHS else logging.INFO
-        _access_log.log(
+        ACCESS_LOG.log(
             level,
             "request",
             extra={

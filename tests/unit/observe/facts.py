@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer.messages import EngineInfo
@@ -42,7 +41,7 @@ ENGINE = EngineInfo(
 
 
 def make_metrics(take_gc_pauses_ns: Callable[[], Sequence[int]] = tuple) -> Metrics:
-    return Metrics(MODEL, "1.2.3", CollectorRegistry(), take_gc_pauses_ns=take_gc_pauses_ns)
+    return Metrics(MODEL, "1.2.3", take_gc_pauses_ns=take_gc_pauses_ns)
 
 
 def make_step(**changes: object) -> StepRecord:
@@ -189,7 +188,4 @@ class Traffic:
 
 
 def writes_of(*told: tuple[RequestTimeline, Delivery]) -> Writes:
-    writes = Writes()
-    for timeline, delivery in told:
-        writes.add(timeline, delivery)
-    return writes
+    return Writes.of([timeline for timeline, _ in told], [delivery for _, delivery in told])

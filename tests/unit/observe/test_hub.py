@@ -36,7 +36,20 @@ def test_columns_hold_what_was_added() -> None:
         (7, 63 * MS, 14, 15, 90 * MS, 1, 11, 12, 13, 1),
         (7, 63 * MS, 14, 15, 90 * MS, 0, 11, 12, 13, 1),
     ]
-    assert not len(Writes())
+    assert not len(writes_of())
+
+
+def test_a_write_comes_out_as_it_was_added() -> None:
+    timeline, other = make_timeline(), make_timeline(serial=1)
+    arrivals = [Arrival(1, 2, 3, gc_ns=4), Arrival(11, 12, 13, was_held=True, wait_ns=5)]
+    told = [
+        (timeline, Delivery(arrivals[0], 4, 5, timeline.write_ns[0], was_paused=False, index=0)),
+        (other, Delivery(arrivals[0], 6, 7, other.write_ns[0], was_paused=True, index=0)),
+        (timeline, Delivery(arrivals[1], 8, 9, timeline.write_ns[2], was_paused=False, index=2)),
+    ]
+    for writes in (writes_of(*told), Writes.joined([writes_of(*told[:1]), writes_of(*told[1:])])):
+        assert [(writes.timelines[at], writes.delivery(at)) for at in range(len(writes))] == told
+        assert writes.columns()["start_ns"].tolist() == [0, 0, timeline.write_ns[1]]
 
 
 def test_writes_counted_by_columns_are_those_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,12 +147,12 @@ class Tally(Diary, WriteObserver):
     """Hears writes together."""
 
     def on_writes(self, writes: Writes) -> None:
-        self._note(f"writes {[delivery.index for delivery in writes.deliveries]}")
+        self._note(f"writes {[writes.delivery(at).encoded_ns for at in range(len(writes))]}")
 
 
 def step_and_write(hub: Hub, timeline: RequestTimeline, number: int) -> None:
     hub.on_step(make_step(step_id=number), Advanced.newest([timeline]))
-    hub.on_write(timeline, Delivery(Arrival(1, 2, 3), 4, 5, 6, was_paused=False, index=number % 2))
+    hub.on_write(timeline, Delivery(Arrival(1, 2, 3), 4, number, 6, was_paused=False, index=0))
 
 
 async def test_steps_and_writes_wait_until_there_are_enough() -> None:
@@ -152,10 +165,19 @@ async def test_steps_and_writes_wait_until_there_are_enough() -> None:
     steps = [told for told in tally.told if told.startswith("step")]
     assert steps == [f"step {number} advanced 1" for number in range(MAX_STEPS)]
     assert tally.told[:3] == ["step 0 advanced 1", "write r-1 at 6", "step 1 advanced 1"]
-    indices = [number % 2 for number in range(MAX_STEPS)]
-    assert tally.told[-1] == f"writes {indices[:-1]}", "all of them together, after the steps"
+    assert tally.told[-1] == f"writes {[*range(MAX_STEPS - 1)]}", "all of them together, after the steps"
     hub.catch_up()
-    assert tally.told[-1] == f"writes {indices[-1:]}"
+    assert tally.told[-1] == f"writes {[MAX_STEPS - 1]}"
+
+
+async def test_writes_that_came_together_are_delivered_with_the_others_and_one_by_one() -> None:
+    tally, timeline = Tally(), make_timeline()
+    hub = Hub([tally], max_delay_s=60)
+    deliveries = [Delivery(Arrival(1, 2, 3), 4, number, 6, was_paused=False, index=0) for number in range(3)]
+    hub.on_writes(writes_of(*((timeline, delivery) for delivery in deliveries[:2])))
+    hub.on_writes(writes_of((timeline, deliveries[2])))
+    hub.catch_up()
+    assert tally.told == ["write r-1 at 6"] * 3 + ["writes [0, 1, 2]"]
 
 
 async def test_they_do_not_wait_for_long() -> None:
@@ -250,4 +272,6 @@ def test_nothing_is_gathered_for_nobody() -> None:
     hub = Hub([])
     step_and_write(hub, make_timeline(), 1)
     assert not hub._facts
-    assert not len(hub._writes)
+    assert not hub._timelines
+    hub.on_writes(writes_of((make_timeline(), Delivery(Arrival(1, 2, 3), 4, 5, 6, was_paused=False, index=0))))
+    assert not hub._writes

@@ -4,13 +4,14 @@ Ids 0 to 255 are the bytes themselves, so `list("text".encode())` is a prompt; a
 """
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import aiohttp
@@ -262,8 +263,14 @@ class Listener(Observer):
         self.states.append(state)
 
 
-async def metrics_handler(_request: web.Request) -> web.Response:
-    return web.Response(text="# the metrics\n")
+class Page(NamedTuple):
+    content: bytes = b"# the metrics\n"
+    content_type: str = "text/plain; charset=utf-8"
+    is_compressed: bool = False
+
+
+async def pages(accept: str, *, is_load: bool, takes_gzip: bool) -> Page:
+    return Page()
 
 
 def ledgers_of(attribution: Attribution) -> Ledgers:
@@ -275,12 +282,12 @@ def ledgers_of(attribution: Attribution) -> Ledgers:
     return ledgers
 
 
-INSTRUMENTS = Instruments(metrics=metrics_handler, ledgers=ledgers_of(Attribution()))
+INSTRUMENTS = Instruments(pages=pages, ledgers=ledgers_of(Attribution()))
 
 
 def ops_app(service: Service, routes: Sequence[web.RouteDef] = ()) -> web.Application:
     """The operations port of a service in this process."""
-    return build_ops_app(service, metrics_handler, judge_of(service), routes)
+    return build_ops_app(service, pages, judge_of(service), routes)
 
 
 @dataclass
@@ -364,6 +371,7 @@ async def serving(
     is_ready: bool = True,
     keys: list[str] | None = None,
     observer: Observer | None = None,
+    instruments: Instruments = INSTRUMENTS,
     head_timeout_s: float = connection.HEAD_TIMEOUT_S,
     least_connections: int = connection.LEAST_CONNECTIONS,
     **server: Any,
@@ -377,13 +385,13 @@ async def serving(
         engine.started.set()
         service.open(text or text_model())
     with mock.patch.multiple(connection, HEAD_TIMEOUT_S=head_timeout_s, LEAST_CONNECTIONS=least_connections):
-        runner = build_runner(build_app(service, INSTRUMENTS), 0.5)
+        runner = build_runner(build_app(service, instruments), 0.5)
         try:
             await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            async with aiohttp.ClientSession() as session:
-                yield Server(engine, service, url, session, runner, listener)
+            with contextlib.closing(await runner.listen("127.0.0.1", 0, None)) as listening:
+                url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+                async with aiohttp.ClientSession() as session:
+                    yield Server(engine, service, url, session, runner, listener)
         finally:
             await runner.cleanup()
             service.close()

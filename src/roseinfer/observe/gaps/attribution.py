@@ -77,28 +77,23 @@ class Attribution(WriteObserver):
         columns, begin = writes.columns(), 0
         while begin < len(writes):  # as long as little is known, a few at a time are judged by those before them
             end = len(writes) if self._usual_wire.num_seen >= NUM_USUAL else min(begin + _FEW, len(writes))
-            self._judge_writes(
-                {name: column[begin:end] for name, column in columns.items()},
-                writes.timelines[begin:end],
-                writes.deliveries[begin:end],
-            )
+            self._judge_writes(writes, {name: column[begin:end] for name, column in columns.items()}, begin)
             begin = end
 
-    def _judge_writes(
-        self, columns: dict[str, Column], timelines: list[RequestTimeline], deliveries: list[Delivery]
-    ) -> None:
+    def _judge_writes(self, writes: Writes, columns: dict[str, Column], begin: int) -> None:
+        """Judges those from `begin` on, as many as the columns have."""
         usual = self._usual_wire
         is_gap = columns["start_ns"] > 0  # not the first write of a request
         gaps_ns = columns["written_ns"] - columns["start_ns"]
         is_ordinary = is_gap & (gaps_ns <= usual.threshold_ns)
-        self._num_unlearned += len(timelines)
+        self._num_unlearned += len(is_gap)
         if self._num_unlearned >= _LEARN_EVERY:
             self._num_unlearned = 0
             is_ordinary[::-_LESSON_EVERY] = False
         is_ordinary = self._count_plain(columns, is_ordinary)
         usual.learn_durations(gaps_ns[is_ordinary])
-        for at in np.flatnonzero(is_gap & ~is_ordinary).tolist():
-            self._attribute_write(timelines[at], deliveries[at])
+        for at in (begin + np.flatnonzero(is_gap & ~is_ordinary)).tolist():
+            self._attribute_write(writes.timelines[at], writes.delivery(at), int(writes.columns()["start_ns"][at]))
 
     def _count_plain(self, columns: dict[str, Column], is_candidate: Mask) -> Mask:
         """Counts the deliveries of those candidates that nothing special delayed, and returns which they are.
@@ -119,9 +114,8 @@ class Attribution(WriteObserver):
         totals[Cause.EVENT_LOOP] += int(whole_ns @ is_plain) - schedule - detokenize
         return is_plain
 
-    def _attribute_write(self, timeline: RequestTimeline, delivery: Delivery) -> None:
-        index, usual = delivery.index, self._usual_wire
-        start_ns, tokens_ns = timeline.write_ns[index - 1], delivery.arrival.tokens_ns
+    def _attribute_write(self, timeline: RequestTimeline, delivery: Delivery, start_ns: int) -> None:
+        usual, tokens_ns = self._usual_wire, delivery.arrival.tokens_ns
         on_its_way = delivery_segments(delivery, start_ns, self.interruptions)
         for cause, duration in on_its_way:
             self.total_ns[cause] += duration
@@ -131,7 +125,7 @@ class Attribution(WriteObserver):
             step = self._recent.ended_at(tokens_ns)
             step_id = 0 if step is None else step.step_id
             self._report_slow(
-                usual.gap(timeline.serial, index, start_ns, delivery.written_ns, step_id, segments), timeline
+                usual.gap(timeline.serial, delivery.index, start_ns, delivery.written_ns, step_id, segments), timeline
             )
         usual.learn_gap(gap_ns, segments)
 
@@ -194,7 +188,8 @@ class Attribution(WriteObserver):
             return
         start_ns, is_slow = gap.start_ns, self._usual.is_slow(gap.duration_ns)
         num_shared = advanced.previous_ns.count(start_ns)  # nearly always all: their timelines are not looked at
-        if is_slow or num_shared + advanced.num_newcomers < len(advanced):
+        num_more = advanced.previous_ns.count(gap.end_ns)  # beside another token of this step
+        if is_slow or num_shared + num_more + advanced.num_newcomers < len(advanced):
             for timeline, previous_ns in zip(advanced, advanced.previous_ns, strict=True):
                 if previous_ns == gap.end_ns:
                     continue  # both tokens are of this step: nothing lies between them

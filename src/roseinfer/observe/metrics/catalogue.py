@@ -191,9 +191,11 @@ def batch_size(step: StepRecord, _: Advanced) -> Sequence[float]:
 def token_gaps_s(step: StepRecord, advanced: Advanced) -> list[float]:
     """Returns the inter-token latency of each of the step's tokens; none where it is the first of its request."""
     tokens_ns, stamps = step.tokens_ns, advanced.previous_ns
-    newest_ns = max(stamps, default=0)
-    if newest_ns and (count := stamps.count(newest_ns)) + advanced.num_newcomers == len(stamps):
-        return [(tokens_ns - newest_ns) / NS_PER_S] * count  # nearly always: all that go on were in the step before
+    last_ns = advanced.last_ns(tokens_ns)
+    num_shared, num_more = stamps.count(last_ns) if last_ns else 0, stamps.count(tokens_ns)
+    if num_shared + num_more + advanced.num_newcomers == len(stamps):
+        # Nearly always: all that go on were in the step before. The second of two tokens comes with the first.
+        return [(tokens_ns - last_ns) / NS_PER_S] * num_shared + [0.0] * num_more
     return [(tokens_ns - previous_ns) / NS_PER_S for previous_ns in stamps if previous_ns]
 
 

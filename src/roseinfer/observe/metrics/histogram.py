@@ -6,7 +6,9 @@ owner decides about locking.
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 
 import numpy as np
@@ -33,17 +35,21 @@ TOKENS = tuple(float(4**i) for i in range(10))
 SEQUENCES = tuple(float(2**i) for i in range(10))
 
 
+@cache
+def _edges(bounds: tuple[float, ...]) -> npt.NDArray[np.float64]:
+    return np.array(bounds, np.float64)
+
+
 class Histogram:
     """Counts of values by upper bound (inclusive, as Prometheus has it), the last bucket being unbounded.
 
     With bounds it counts by exponential buckets, too: `exponents` has their index and count where there is one.
     """
 
-    __slots__ = ("_edges", "bounds", "counts", "exponents", "num_zeros", "total")
+    __slots__ = ("bounds", "counts", "exponents", "num_zeros", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
-        self._edges = np.array(self.bounds, np.float64)
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
         self.exponents: dict[int, int] = {}
@@ -57,7 +63,7 @@ class Histogram:
         """
         if values and values.count(values[0]) == len(values):  # as the streams of a step, which share their gap
             return self._add_times(values[0], len(values))
-        return sum(self._add_times(value, 1) for value in values)
+        return sum(self._add_times(value, count) for value, count in Counter(values).items())
 
     def _add_times(self, value: float, count: int) -> int:
         if not 0.0 <= value < math.inf:
@@ -78,7 +84,7 @@ class Histogram:
         """Counts many values, all of them different; returns how many were refused."""
         is_taken = (values >= 0.0) & (values < math.inf)
         taken = values[is_taken]
-        for index, count in enumerate(np.bincount(np.searchsorted(self._edges, taken)).tolist()):
+        for index, count in enumerate(np.bincount(np.searchsorted(_edges(self.bounds), taken)).tolist()):
             self.counts[index] += count
         self.total += float(taken.sum())
         positive = taken[taken > ZERO_THRESHOLD]

@@ -1,4 +1,4 @@
-"""Counts facts and renders the Prometheus page of the metrics in `catalogue.py`.
+"""Counts facts and renders the pages of the metrics in `catalogue.py`.
 
 Facts come on the event loop, a page may be rendered in any thread. One lock covers each fact and the copy that a scrape
 takes, so a page shows one moment: every histogram's count is its +Inf bucket, and the series agree with each other. It
@@ -7,13 +7,8 @@ is held for some microseconds; formatting, which takes milliseconds, happens on 
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar as MetricExemplar
 
 from roseinfer.messages import EngineInfo
@@ -37,28 +32,25 @@ from roseinfer.observe.metrics.catalogue import (
 from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS, Exemplar, ExemplarShelf
 from roseinfer.observe.metrics.histogram import Histogram
 from roseinfer.observe.metrics.protobuf import Exemplars, Values
+from roseinfer.observe.metrics.text import TextEncoder
 from roseinfer.observe.metrics.totals import Running, Totals, children_of
 from roseinfer.records import Advanced, LifecycleState, RequestTimeline, StepRecord, Violation
 from roseinfer.runtime.host import HostFacts
 
-Bucket = tuple[str, float] | tuple[str, float, MetricExemplar]
 
-
-class Metrics(Collector, WriteObserver):
-    """The observer that counts, and the collector of its counts. Every series exists at 0 before the first request."""
+class Metrics(WriteObserver):
+    """The observer that counts. Every series exists at 0 before the first request."""
 
     def __init__(
         self,
         model_name: str,
         version: str,
-        registry: CollectorRegistry,
         num_dropped_log_lines: Callable[[], int] = lambda: 0,
         take_gc_pauses_ns: Callable[[], Sequence[int]] = tuple,
         *,
         has_vllm_names: bool = True,
     ) -> None:
         self._model_name = model_name
-        self._registry = registry
         self._num_dropped_log_lines = num_dropped_log_lines
         self._take_gc_pauses_ns = take_gc_pauses_ns
         self.render_start_listeners: list[Callable[[int], None]] = []  # called with a page's begin
@@ -91,7 +83,7 @@ class Metrics(Collector, WriteObserver):
         ]
         self._gc_pauses, self._scrapes = self._cells[GC_PAUSE][()], self._cells[SCRAPE_DURATION][()]
         self._hidden = frozenset() if has_vllm_names else VLLM_NAMES
-        registry.register(self)
+        self._text = TextEncoder(model_name)
 
     def watch(self, attribution: Attribution, spent_ns: Callable[[], int], *, is_front_end: bool = True) -> None:
         """Exposes what `attribution` finds, and what the front end has spent; here it renders too, or elsewhere."""
@@ -178,14 +170,15 @@ class Metrics(Collector, WriteObserver):
 
         May be called in any thread, and calls its listeners there; two at once are allowed, if wasteful.
         """
-        encode, content_type = _encoder(accept)
-        if protobuf.is_preferred(accept):
-            encode, content_type = self._encode_protobuf, protobuf.CONTENT_TYPE
         start_ns = time.monotonic_ns()
         for begins in self.render_start_listeners:
             begins(start_ns)
         try:
-            page = encode(self._registry)
+            snapshot = self.snapshot()
+            if protobuf.is_preferred(accept):
+                page, content_type = self._encode_protobuf(snapshot), protobuf.CONTENT_TYPE
+            else:
+                page, content_type = self._text.encode(accept, snapshot)
         finally:
             end_ns = time.monotonic_ns()
             for listener in self.render_listeners:
@@ -197,23 +190,19 @@ class Metrics(Collector, WriteObserver):
 
     def render_load(self, accept: str) -> tuple[bytes, str]:
         """Returns the page of the rows of `LOAD` alone, and its type: cheap enough for the event loop."""
-        encode, content_type = _encoder(accept)
         start_ns = time.monotonic_ns()
         with self._lock:
-            found = [(row, self._values(row)) for row in LOAD if row.name not in self._hidden]
-        page = encode(_Families([_family(row, values, self._model_name, {}) for row, values in found]))
+            found: list[tuple[Row, Values, Exemplars]] = [
+                (row, self._values(row), {}) for row in LOAD if row.name not in self._hidden
+            ]
+        page, content_type = self._text.encode(accept, found)
         with self._lock:
             self._render_ns += time.monotonic_ns() - start_ns
         return page, content_type
 
-    def collect(self) -> Iterator[Metric]:
-        """Yields one family after the other, all of one moment."""
-        for row, values, exemplars in self.snapshot():
-            yield _family(row, values, self._model_name, exemplars)
-
-    def _encode_protobuf(self, _: Collector) -> bytes:
+    def _encode_protobuf(self, snapshot: Iterable[tuple[Row, Values, Exemplars]]) -> bytes:
         pieces = []
-        for row, values, exemplars in self.snapshot():
+        for row, values, exemplars in snapshot:
             labels = {"model_name": self._model_name} if row.is_per_model else {}
             pieces.append(protobuf.encode_family(row, values, exemplars, labels))
         return b"".join(pieces)
@@ -260,62 +249,3 @@ class Metrics(Collector, WriteObserver):
         if row.kind == "counter":
             return {child: cell.total for child, cell in cells.items()}
         return {child: cell.copy() for child, cell in cells.items()}
-
-
-class _Families(Collector):
-    """Families that are made already, for an encoder."""
-
-    def __init__(self, families: Sequence[Metric]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        return iter(self._families)
-
-
-def _encoder(accept: str) -> tuple[Callable[[Collector], bytes], str]:
-    try:
-        encode, content_type = choose_encoder(accept)
-    except TypeError:  # its way to say that a version in the header is no number
-        encode, content_type = choose_encoder("")
-    # prometheus_client (0.26) writes the colon of a sample's name, and no other, as an underscore in OpenMetrics.
-    return lambda collector: encode(collector).replace(b"\nvllm_", b"\nvllm:"), content_type
-
-
-_FAMILIES: dict[str, type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]] = {
-    "counter": CounterMetricFamily,
-    "gauge": GaugeMetricFamily,
-    "histogram": HistogramMetricFamily,
-}
-
-
-def _family(row: Row, values: Values, model_name: str, exemplars: Exemplars) -> Metric:
-    """Returns the family of one row. `values` are by label values or, for an info, the labels of its one series."""
-    labels = {"model_name": model_name} if row.is_per_model else {}
-    constant = list(labels.values())
-    names = [*labels, *(label.name for label in row.labels)]
-    # OpenMetrics demands that a family's name ends in the unit it states.
-    unit = row.unit if row.name.removesuffix("_total").endswith(f"_{row.unit}") else ""
-    if row.kind == "info":
-        info = InfoMetricFamily(row.name.removesuffix("_info"), row.help, labels=names)
-        if values:
-            info.add_metric(constant, {name: str(value) for (name,), value in values.items()})
-        return info
-    metric = _FAMILIES[row.kind](row.name, row.help, labels=names, unit=unit)
-    for child, value in values.items():
-        series = [*constant, *child]
-        if isinstance(metric, HistogramMetricFamily):
-            assert isinstance(value, Histogram)
-            metric.add_metric(series, _buckets(value, exemplars.get(child, ())), value.total)
-        else:
-            assert isinstance(value, int | float)
-            metric.add_metric(series, value)
-    return metric
-
-
-def _buckets(histogram: Histogram, exemplars: Sequence[MetricExemplar | None]) -> list[Bucket]:
-    bounds = (*map(repr, histogram.bounds), "+Inf")
-    buckets: list[Bucket] = list(zip(bounds, histogram.cumulative_counts(), strict=True))
-    for index, exemplar in enumerate(exemplars):
-        if exemplar is not None:
-            buckets[index] = (bounds[index], buckets[index][1], exemplar)
-    return buckets

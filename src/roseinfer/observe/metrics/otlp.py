@@ -67,69 +67,48 @@ class Points:
 
     def _metric(self, row: Row, values: Values, exemplars: Exemplars, now_ns: int) -> Metric:
         constant = {"model_name": self._model_name} if row.is_per_model else {}
-        names = [label.name for label in row.labels]
         data: Any
         if row.kind == "info":
             labels = {name: str(value) for (name,), value in values.items()}
             data = Gauge([self._number({**constant, **labels}, 1, now_ns)] if values else [])
-        elif row.kind == "histogram":
-            make = self._exponential if self._is_exponential else self._explicit
-            points: list[Any] = [
-                make(constant | dict(zip(names, child, strict=True)), value, exemplars.get(child, ()), now_ns)
-                for child, value in values.items()
-                if isinstance(value, Histogram)
-            ]
-            kind = ExponentialHistogram if self._is_exponential else ExplicitHistogram
-            data = kind(points, _CUMULATIVE)
+            return Metric(row.name, row.help, _UNITS[""], data)
+        points: list[Any] = []
+        for child, value in values.items():
+            labels = constant | dict(zip([label.name for label in row.labels], child, strict=True))
+            if isinstance(value, Histogram):
+                points.append(self._histogram(labels, value, exemplars.get(child, ()), now_ns))
+            else:
+                assert isinstance(value, int | float)
+                points.append(self._number(labels, value, now_ns))
+        if row.kind == "histogram":
+            data = (ExponentialHistogram if self._is_exponential else ExplicitHistogram)(points, _CUMULATIVE)
         else:
-            numbers = [
-                self._number(constant | dict(zip(names, child, strict=True)), value, now_ns)
-                for child, value in values.items()
-                if isinstance(value, int | float)
-            ]
-            data = Gauge(numbers) if row.kind == "gauge" else Sum(numbers, _CUMULATIVE, is_monotonic=True)
+            data = Gauge(points) if row.kind == "gauge" else Sum(points, _CUMULATIVE, is_monotonic=True)
         return Metric(row.name, row.help, _UNITS.get(row.unit, f"{{{row.unit}}}"), data)
 
     def _number(self, labels: Mapping[str, str], value: float, now_ns: int) -> NumberDataPoint:
         return NumberDataPoint(labels, self._start_ns, now_ns, value)
 
-    def _exponential(
+    def _histogram(
         self, labels: Mapping[str, str], values: Histogram, exemplars: Sequence[Any | None], now_ns: int
-    ) -> ExponentialHistogramDataPoint:
-        """OpenTelemetry numbers a bucket by its lower bound, we and Prometheus by its upper one."""
+    ) -> HistogramDataPoint | ExponentialHistogramDataPoint:
+        same: dict[str, Any] = {
+            "attributes": labels,
+            "start_time_unix_nano": self._start_ns,
+            "time_unix_nano": now_ns,
+            "count": sum(values.counts),
+            "sum": values.total,
+            "min": _UNKNOWN,
+            "max": _UNKNOWN,
+            "exemplars": _exemplars(exemplars),
+        }
+        if not self._is_exponential:
+            return HistogramDataPoint(bucket_counts=values.counts, explicit_bounds=values.bounds, **same)
+        # OpenTelemetry numbers a bucket by its lower bound, we and Prometheus by its upper one.
         first = min(values.exponents, default=1)
         counts = [values.exponents.get(index, 0) for index in range(first, max(values.exponents, default=0) + 1)]
-        return ExponentialHistogramDataPoint(
-            labels,
-            self._start_ns,
-            now_ns,
-            count=sum(values.counts),
-            sum=values.total,
-            scale=SCHEMA,
-            zero_count=values.num_zeros,
-            positive=Buckets(first - 1, counts),
-            negative=Buckets(0, []),
-            flags=0,
-            min=_UNKNOWN,
-            max=_UNKNOWN,
-            exemplars=_exemplars(exemplars),
-        )
-
-    def _explicit(
-        self, labels: Mapping[str, str], values: Histogram, exemplars: Sequence[Any | None], now_ns: int
-    ) -> HistogramDataPoint:
-        return HistogramDataPoint(
-            labels,
-            self._start_ns,
-            now_ns,
-            count=sum(values.counts),
-            sum=values.total,
-            bucket_counts=values.counts,
-            explicit_bounds=values.bounds,
-            min=_UNKNOWN,
-            max=_UNKNOWN,
-            exemplars=_exemplars(exemplars),
-        )
+        same |= {"positive": Buckets(first - 1, counts), "negative": Buckets(0, [])}
+        return ExponentialHistogramDataPoint(scale=SCHEMA, zero_count=values.num_zeros, flags=0, **same)
 
 
 def _exemplars(found: Sequence[Any | None]) -> list[Exemplar]:

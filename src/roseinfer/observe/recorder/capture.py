@@ -351,10 +351,11 @@ class BreachCapture(WriteObserver):
 
     def on_writes(self, writes: Writes) -> None:
         """Measures those of streams."""
-        for timeline, delivery in zip(writes.timelines, writes.deliveries, strict=True):
+        columns = writes.columns()
+        stamps = zip(columns["start_ns"].tolist(), columns["written_ns"].tolist(), strict=True)
+        for timeline, (previous_ns, written_ns) in zip(writes.timelines, stamps, strict=True):
             if timeline.is_streamed:
-                previous_ns = timeline.write_ns[delivery.index - 1] if delivery.index else 0
-                self._measure(timeline, previous_ns, delivery.written_ns)
+                self._measure(timeline, previous_ns, written_ns)
 
     def on_slow_gap(self, gap: Gap, timeline: RequestTimeline) -> None:
         """Counts a gap that attribution found to be slow."""

@@ -2,18 +2,18 @@
 
 import dataclasses
 from array import array
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Mapping
 from operator import attrgetter
 from types import GenericAlias
 from typing import Any, get_type_hints
 
 import msgspec
+import numpy as np
 
 from roseinfer.messages import EngineInfo
-from roseinfer.observe.hub import Writes
+from roseinfer.observe.hub import OWN, Writes
 from roseinfer.observe.metrics.totals import Running
-from roseinfer.records import Arrival, Delivery, LifecycleState, QueueReport, RequestTimeline, StepRecord, Violation
+from roseinfer.records import Arrival, LifecycleState, QueueReport, RequestTimeline, StepRecord, Violation
 
 _GROWING = frozenset({"token_ns", "write_ns", "arrivals"})  # which the other side makes from steps and writes
 _FIELDS = tuple(field.name for field in dataclasses.fields(RequestTimeline) if field.name not in _GROWING)
@@ -45,42 +45,24 @@ def decode_stamps(content: bytes) -> list[int]:
 
 # --- writes -----------------------------------------------------------------------------------------------------------
 
-_NUM_COLUMNS = 5
-
 
 class SentWrites(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Some writes: a row of numbers for each, and the arrivals of their tokens, each with the count of its writes.
+    """Some writes, as `Writes` has them."""
 
-    Writes with the tokens of one step mostly follow one another, so there are few arrivals.
-    """
-
-    rows: bytes
+    own: bytes
     arrivals: list[tuple[Arrival, int]]
 
     @classmethod
     def of(cls, writes: Writes) -> "SentWrites":
-        values: list[int] = []
-        arrivals: list[Arrival] = []
-        counts: list[int] = []
-        last: Arrival | None = None
-        for timeline, delivery in zip(writes.timelines, writes.deliveries, strict=True):
-            if delivery.arrival is not last:
-                last = delivery.arrival
-                arrivals.append(last)
-                counts.append(0)
-            counts[-1] += 1
-            values.extend(
-                (timeline.serial, delivery.resumed_ns, delivery.encoded_ns, delivery.written_ns, delivery.was_paused)
-            )
-        return cls(array("q", values).tobytes(), list(zip(arrivals, counts, strict=True)))
+        return cls(writes.own.tobytes(), writes.arrivals)
 
-    def deliveries(self, index_of: Callable[[int], int]) -> Iterator[tuple[int, Delivery]]:
-        """Yields each with the serial of its request; `index_of` tells of a serial how many writes it has already."""
-        rows = zip(*[iter(array("q", self.rows))] * _NUM_COLUMNS, strict=True)
-        for arrival, count in self.arrivals:
-            for serial, resumed_ns, encoded_ns, written_ns, was_paused in islice(rows, count):
-                index = index_of(serial)
-                yield serial, Delivery(arrival, resumed_ns, encoded_ns, written_ns, bool(was_paused), index)
+    def taken(self, timelines: Mapping[int, RequestTimeline]) -> Writes:
+        """Returns them, of requests that are here by their serials; adds their stamps to these."""
+        own = np.frombuffer(self.own, np.int64).reshape(len(OWN), -1)
+        written = [timelines[serial] for serial in own[OWN.index("serial")].tolist()]
+        for timeline, written_ns in zip(written, own[OWN.index("written_ns")].tolist(), strict=True):
+            timeline.write_ns.append(written_ns)
+        return Writes(written, own, self.arrivals)
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -179,13 +161,11 @@ class Present(msgspec.Struct, frozen=True):
     requests: list[State]  # in flight
 
 
-LARGE_PAGE = 16384  # bytes, from which on a page is compressed
-
-
 class PageQuery(msgspec.Struct, frozen=True):
     """Asks for a page of metrics, by the client's headers."""
 
     accept: str
+    is_load: bool
     takes_gzip: bool
 
 

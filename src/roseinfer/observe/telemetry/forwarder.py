@@ -42,11 +42,16 @@ from roseinfer.records import (
     Violation,
 )
 
+MAX_FACTS = 2048  # that wait to be sent: some hundred kilobytes, which the socket takes at once
 _MAX_INTERRUPTIONS = 4096  # that wait to be sent; as many as a recording has
 
 
 class Forwarder(WriteObserver):
-    """The observer that sends facts to another process. `hub` gets the facts, and gives them to it in batches."""
+    """The observer that sends facts to another process. `hub` gets the facts, and gives them to it in batches.
+
+    Each message wakes the other process on a core that an engine and this process want too, with none of its code and
+    data in the caches: so facts wait once more, unless somebody asks for them.
+    """
 
     def __init__(self, num_dropped_log_lines: Callable[[], int] = lambda: 0, *, is_traced: bool = False) -> None:
         self.num_dropped = 0  # facts
@@ -60,7 +65,7 @@ class Forwarder(WriteObserver):
         self._open: dict[int, RequestTimeline] = {}  # by serial
         self._interruptions: deque[tuple[int, int, int]] = deque(maxlen=_MAX_INTERRUPTIONS)
         self._spent_ns = 0
-        self._is_due = False
+        self._timer: asyncio.Handle | None = None  # for the next flush
         self._begin_batch()
 
     def _begin_batch(self) -> None:
@@ -108,13 +113,14 @@ class Forwarder(WriteObserver):
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         if not self._takes(1):
             return
-        previous_ns, newest_ns = advanced.previous_ns, max(advanced.previous_ns, default=0)
+        previous_ns = advanced.previous_ns
+        usual = {record.tokens_ns, advanced.last_ns(record.tokens_ns)} - {0}
         changed: list[State] = []
-        if record.num_finished or previous_ns.count(newest_ns) < len(previous_ns) or not newest_ns:
+        if record.num_finished or sum(map(previous_ns.count, usual)) < len(previous_ns):
             changed = [
                 encode_state(timeline)
                 for timeline, before_ns in zip(advanced, previous_ns, strict=True)
-                if before_ns != newest_ns or not before_ns or timeline.finish_reason is not None
+                if before_ns not in usual or timeline.finish_reason is not None
             ]
         self._steps.append(Stepped(record, [timeline.serial for timeline in advanced], previous_ns, changed))
 
@@ -130,14 +136,16 @@ class Forwarder(WriteObserver):
             self._ended_ids.add(timeline.request_id)
 
     def _takes(self, num_facts: int) -> bool:
-        """Returns whether facts are sent, which then happens when the hub has given all that it has; else counts."""
+        """Returns whether facts are sent, with others, once the hub has given all that it has; else counts them."""
         if self._send is None:
             self.num_dropped += num_facts * self._has_begun
             return False
-        self._num_facts += num_facts
-        if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self.flush)
+        had_room, self._num_facts = self._num_facts < MAX_FACTS, self._num_facts + num_facts
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(MAX_DELAY_S, self.flush)
+        if had_room and self._num_facts >= MAX_FACTS:
+            self._timer.cancel()
+            self._timer = asyncio.get_running_loop().call_soon(self.flush)
         return True
 
     def _tell(self, message: Message) -> None:
@@ -151,7 +159,9 @@ class Forwarder(WriteObserver):
 
     def flush(self) -> None:
         """Sends what the hub has given so far."""
-        self._is_due = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         if self._send is None or not (self._num_facts or self._interruptions):
             return
         began_ns = time.monotonic_ns()

@@ -7,6 +7,7 @@ A side that does not read costs the other no wait and bounded memory: from MAX_W
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 
 import msgspec
 
@@ -42,7 +43,7 @@ class Link(asyncio.Protocol):
         self._decode = msgspec.msgpack.Decoder(Message).decode
         self._transport: asyncio.Transport | None = None  # while the link is up
         self._num_asked = 0
-        self._asked: dict[int, asyncio.Future[bytes]] = {}
+        self._asked: dict[int, Callable[[Answer], None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # running: the event loop itself holds them weakly
 
     # --- sending ------------------------------------------------------------------------------------------------------
@@ -59,23 +60,34 @@ class Link(asyncio.Protocol):
         """Asks without waiting for an answer."""
         self.send(Question(0, name, payload))
 
+    def begin(self, name: str, payload: bytes, take: Callable[[Answer], None]) -> int:
+        """Asks, and returns the question's number; `take` gets the answer, unless the question is dropped before.
+
+        Raises NotReady when the link is down or full.
+        """
+        if self._transport is None or self._is_full:
+            raise NotReady("The other process does not answer.")
+        self._num_asked += 1
+        self._asked[self._num_asked] = take
+        self.send(Question(self._num_asked, name, payload))
+        return self._num_asked
+
+    def drop(self, number: int) -> bool:
+        """Waits no more for an answer; returns whether it was still to come."""
+        return self._asked.pop(number, None) is not None
+
     async def ask(self, name: str, payload: bytes = b"", timeout_s: float | None = None) -> bytes:
         """Returns the other side's answer.
 
         Raises NotReady when the link is down, full or ends, TimeoutError, and what the other side raised.
         """
-        if self._transport is None or self._is_full:
-            raise NotReady("The other process does not answer.")
-        self._num_asked += 1
-        number = self._num_asked
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._asked[number] = answer
+        number = self.begin(name, payload, partial(_settle, answer))
         try:
-            self.send(Question(number, name, payload))
             async with asyncio.timeout(timeout_s):
                 return await answer
         finally:
-            del self._asked[number]
+            self.drop(number)
 
     def close(self) -> None:
         """Closes it once all was sent."""
@@ -97,7 +109,8 @@ class Link(asyncio.Protocol):
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
                 case Answer() as answer:
-                    self._settle(answer)
+                    if (take := self._asked.pop(answer.number, None)) is not None:  # else it came too late
+                        take(answer)
                 case message:
                     self._take(message)
 
@@ -113,9 +126,9 @@ class Link(asyncio.Protocol):
 
     def connection_lost(self, _: BaseException | None) -> None:
         self._transport = None
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(NotReady("The other process has ended."))
+        asked, self._asked = self._asked, {}
+        for number, take in asked.items():
+            take(Answer(number, b"", (NotReady.__name__, "The other process has ended.", None)))
         self._on_lost()
 
     # --- questions ----------------------------------------------------------------------------------------------------
@@ -128,14 +141,14 @@ class Link(asyncio.Protocol):
         if question.number:
             self.send(answer)
 
-    def _settle(self, answer: Answer) -> None:
-        waiting = self._asked.get(answer.number)
-        if waiting is None or waiting.done():  # it came too late
-            return
-        if answer.error is None:
-            waiting.set_result(answer.payload)
-        else:
-            name, message, param = answer.error
-            error: RoseinferError = getattr(errors, name)(message)
-            error.param = param
-            waiting.set_exception(error)
+
+def _settle(waiting: "asyncio.Future[bytes]", answer: Answer) -> None:
+    if waiting.done():  # it was given up
+        return
+    if answer.error is None:
+        waiting.set_result(answer.payload)
+    else:
+        name, message, param = answer.error
+        error: RoseinferError = getattr(errors, name)(message)
+        error.param = param
+        waiting.set_exception(error)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,11 +22,11 @@ from roseinfer.config.options import Config
 from roseinfer.errors import NotReady
 from roseinfer.observe.gaps.attribution import ledger_json
 from roseinfer.observe.gaps.causes import Cause
-from roseinfer.observe.telemetry.facts import Fact, LedgerQuery, Page, PageQuery
+from roseinfer.observe.telemetry.facts import Answer, Fact, LedgerQuery, Page, PageQuery
 from roseinfer.observe.telemetry.forwarder import Forwarder
 from roseinfer.observe.telemetry.link import Link, Reply
 from roseinfer.records import QueueReport, RequestTimeline
-from roseinfer.runtime.child_process import end_process, start_process
+from roseinfer.runtime.child_process import end_process, start_process, waited_s
 
 RESTART_WINDOW_S = 600.0  # in which there is one restart: what kills two in succession will kill a third
 PAGE_TIMEOUT_S = 3.0  # for a page of metrics
@@ -35,7 +34,8 @@ LEDGER_TIMEOUT_S = 0.25  # an answer waits for it
 HANG_S = 10.0  # without an answer though it had a core, after which it counts as dead
 START_S = 60.0  # likewise, before its first answer
 LOOK_INTERVAL_S = 2.0
-CLOSE_TIMEOUT_S = 1.5  # in which it takes the last facts and exports its spans
+CLOSE_TIMEOUT_S = 1.5  # in which it takes the last facts and exports its spans, if it has a core
+LONGEST_CLOSE_S = 3.0
 
 TakeOver = Callable[[], Coroutine[Any, Any, None]]
 """Serves the operations port without the process, as far as that is possible."""
@@ -156,8 +156,8 @@ class TelemetryProcess:
                 heard_s = self._launched_s
             with contextlib.suppress(TimeoutError, NotReady):
                 await link.ask("ready", timeout_s=LOOK_INTERVAL_S)
-                heard_s, limit_s = time.monotonic() - _waited_s(process.pid), HANG_S
-            if time.monotonic() - _waited_s(process.pid) - heard_s > limit_s:
+                heard_s, limit_s = time.monotonic() - waited_s(process.pid), HANG_S
+            if time.monotonic() - waited_s(process.pid) - heard_s > limit_s:
                 _log.error("the telemetry process has not answered for %g s and is ended", limit_s)
                 process.kill()
                 heard_s = math.inf
@@ -174,23 +174,51 @@ class TelemetryProcess:
             self._link.close()
         for port in self._ports:
             port.close()
-        if self._process is not None:
-            await asyncio.to_thread(end_process, self._process, CLOSE_TIMEOUT_S)
+        if self._process is not None and not await asyncio.to_thread(
+            end_process, self._process, CLOSE_TIMEOUT_S, LONGEST_CLOSE_S
+        ):
+            _log.warning("the telemetry process had no time for its last facts, log lines and spans")
         self._starter.shutdown(wait=False)
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
-    async def page(self, name: str, accept: str, *, takes_gzip: bool = False) -> Page:
-        """Returns the page `metrics` or `load`. Raises NotReady where there is none in time."""
+    async def page(self, accept: str, *, is_load: bool, takes_gzip: bool) -> Page:
+        """Returns a page: `/metrics`, or `/metrics/load`. Raises NotReady where there is none in time."""
         if self._link is None:
             raise NotReady("The telemetry process, which has the metrics, is not running.")
         self._forwarder.catch_up()
         try:
-            query = msgspec.msgpack.encode(PageQuery(accept.encode(errors="replace").decode(), takes_gzip))
-            content = await self._link.ask(name, query, PAGE_TIMEOUT_S)
+            query = PageQuery(accept.encode(errors="replace").decode(), is_load, takes_gzip)
+            content = await self._link.ask("page", msgspec.msgpack.encode(query), PAGE_TIMEOUT_S)
         except TimeoutError:
             raise NotReady("The telemetry process, which has the metrics, does not answer.") from None
         return msgspec.msgpack.decode(content, type=Page)
+
+    def scrape(self, head: bytes, take: Callable[[bytes], None]) -> None:
+        """Has a scraper's head answered; `take` gets the whole answer, or nothing where there is none in time.
+
+        Without a task or a future, each of which is another turn of the event loop.
+        """
+        link = self._link
+        if link is None:
+            take(b"")
+            return
+        self._forwarder.catch_up()
+
+        def end(answer: Answer) -> None:
+            deadline.cancel()
+            take(answer.payload)
+
+        def give_up() -> None:
+            if link.drop(number):
+                take(b"")
+
+        try:
+            number = link.begin("scrape", head, end)
+        except NotReady:
+            take(b"")
+            return
+        deadline = asyncio.get_running_loop().call_later(PAGE_TIMEOUT_S, give_up)
 
     async def ledgers(self, timelines: Sequence[RequestTimeline], until_ns: int) -> list[dict[str, object]]:
         """Returns the ledgers of requests in flight; where causes are not known in time, all is `unknown`."""
@@ -224,14 +252,6 @@ class TelemetryProcess:
     async def _look(self, _: bytes) -> bytes:
         self._forwarder.catch_up()
         return self._forwarder.present(self._report_queue())
-
-
-def _waited_s(pid: int) -> float:
-    """How long a process has been ready to run and had no core, where the system counts that."""
-    try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
 
 
 def _replace(

@@ -1,9 +1,6 @@
 """The telemetry process's side of facts: decodes them, and gives them to a hub as if they had happened here."""
 
-import asyncio
-import gzip
 from collections.abc import Callable
-from functools import partial
 
 import msgspec
 
@@ -11,19 +8,16 @@ from roseinfer.errors import ConfigError
 from roseinfer.observe.gaps.causes import CAUSES, Cause
 from roseinfer.observe.observation import Observation
 from roseinfer.observe.telemetry.facts import (
-    LARGE_PAGE,
     Batch,
     EngineReady,
     Entered,
     Fact,
     InFlight,
     LedgerQuery,
-    Page,
     PageQuery,
     Present,
     Rested,
     Resumed,
-    SentWrites,
     Stalled,
     State,
     Stepped,
@@ -32,8 +26,6 @@ from roseinfer.observe.telemetry.facts import (
 )
 from roseinfer.observe.telemetry.link import Reply
 from roseinfer.records import Advanced, LifecycleState, QueueReport, RequestTimeline
-
-_GZIP_LEVEL = 6  # as zlib has it
 
 
 class Receiver:
@@ -67,24 +59,15 @@ class Receiver:
                 raise self._refusal
             return b""
 
-        async def page(payload: bytes, *, is_load: bool) -> bytes:
+        async def page(payload: bytes) -> bytes:
             query = msgspec.msgpack.decode(payload, type=PageQuery)
-            content, content_type = self._observation.page(query.accept, is_load=is_load)
-            is_compressed = query.takes_gzip and len(content) >= LARGE_PAGE
-            if is_compressed:
-                content = await asyncio.to_thread(gzip.compress, content, _GZIP_LEVEL)
-            return msgspec.msgpack.encode(Page(content, content_type, is_compressed))
+            return msgspec.msgpack.encode(await self._observation.page(**msgspec.structs.asdict(query)))
 
         async def ledger(payload: bytes) -> bytes:
             query = msgspec.msgpack.decode(payload, type=LedgerQuery)
             return msgspec.msgpack.encode(self._observation.causes(map(self._open.get, query.serials)))
 
-        return {
-            "ready": ready,
-            "metrics": partial(page, is_load=False),
-            "load": partial(page, is_load=True),
-            "ledger": ledger,
-        }
+        return {"ready": ready, "page": page, "ledger": ledger}
 
     def take_gc_pauses_ns(self) -> list[int]:
         """Returns the front end's garbage collections since the last call."""
@@ -134,11 +117,12 @@ class Receiver:
         for step in batch.steps:
             self._take_step(step)
         for writes in batch.writes:
-            self._take_writes(writes)
+            hub.on_writes(writes.taken(self._open))
         for state in batch.ended:
             timeline = self._update(state)
             del self._open[timeline.serial]
             hub.on_finish(timeline)
+        hub.catch_up()  # they have waited long enough, and will not be cheaper together with others
 
     def _take_step(self, step: Stepped) -> None:
         tokens_ns, timelines = step.record.tokens_ns, self._open
@@ -148,13 +132,6 @@ class Receiver:
         for state in step.changed:
             self._update(state)
         self._observation.hub.on_step(step.record, advanced)
-
-    def _take_writes(self, writes: SentWrites) -> None:
-        timelines, on_write = self._open, self._observation.hub.on_write
-        for serial, delivery in writes.deliveries(lambda serial: len(timelines[serial].write_ns)):
-            timeline = timelines[serial]
-            timeline.write_ns.append(delivery.written_ns)
-            on_write(timeline, delivery)
 
     def _update(self, state: State) -> RequestTimeline:
         fields = decode_state(state)

@@ -14,7 +14,6 @@ from typing import Any
 
 from aiohttp import web
 
-from roseinfer.config.options import ServerConfig
 from roseinfer.errors import UnmetExpectation
 from roseinfer.server.connection.connection import (
     LONGEST_CHECK_S,
@@ -23,7 +22,9 @@ from roseinfer.server.connection.connection import (
     Connection,
     Connections,
 )
+from roseinfer.server.connection.scraping import Scrape, Scraping
 from roseinfer.server.connection.tls import Certificate
+from roseinfer.server.port import Port
 
 MAX_BACKLOG = 1024  # connections not accepted yet, and as many are accepted in a turn of the event loop
 LINGER_S = 5.0  # for the rest of a body that was refused: closing at once would take the answer away with it
@@ -88,11 +89,12 @@ class ConnectionServer(web.Server):
 class Listener(web.AppRunner):
     """An application, and the ports at which it listens."""
 
-    def __init__(
-        self, app: web.Application, config: ServerConfig, on_refusal: Callable[[str], None], shutdown_timeout_s: float
-    ) -> None:
+    def __init__(self, app: web.Application, port: Port, shutdown_timeout_s: float, scrape: Scrape | None) -> None:
+        """With `scrape`, scrapers are answered by it where there is no TLS."""
         super().__init__(app, shutdown_timeout=shutdown_timeout_s)
-        self.connections = Connections(config, on_refusal)
+        config = port.config
+        self.connections = Connections(config, port.observer.on_refusal)
+        self._port, self._scrape = port, scrape
         app.cleanup_ctx.append(self.connections.watching)
         self._options: dict[str, Any] = {
             "auto_decompress": False,  # compressed bodies are refused; a bomb must not go off before that
@@ -135,7 +137,7 @@ class Listener(web.AppRunner):
         def accept() -> asyncio.Protocol:
             connection = server()
             if certificate is None:
-                return connection
+                return connection if self._scrape is None else Scraping(connection, self._port, self._scrape)
             return Handshake(connection, certificate.context, self.connections.handshake_timeout_s)
 
         return accept

@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from roseinfer.observe.metrics.catalogue import CATALOGUE, LOAD
 from roseinfer.observe.metrics.metrics import Metrics
@@ -282,7 +281,7 @@ def test_a_page_that_cannot_be_made_is_over_all_the_same(monkeypatch: pytest.Mon
     metrics, heard = make_metrics(), list[str]()
     metrics.render_start_listeners.append(lambda _: heard.append("begins"))
     metrics.render_listeners.append(lambda *_: heard.append("is over"))
-    monkeypatch.setattr(metrics, "collect", lambda: 1 / 0)
+    monkeypatch.setattr(metrics, "snapshot", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         metrics.render("")
     assert heard == ["begins", "is over"]
@@ -350,7 +349,7 @@ def test_the_load_page_shows_its_gauges_as_the_whole_page_does() -> None:
 
 def busy_page(*, has_vllm_names: bool = True) -> tuple[str, str]:
     """`/metrics` and `/metrics/load` of a server with three running and five waiting requests."""
-    metrics = Metrics("tiny", "1.2.3", CollectorRegistry(), has_vllm_names=has_vllm_names)
+    metrics = Metrics("tiny", "1.2.3", has_vllm_names=has_vllm_names)
     metrics.set_engine_info(ENGINE)
     metrics.on_step(make_step(num_running=3, num_waiting=5, num_used_blocks=40), Advanced.newest([]))
     return metrics.render("")[0].decode(), metrics.render_load("")[0].decode()

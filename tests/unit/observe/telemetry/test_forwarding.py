@@ -10,7 +10,7 @@ from roseinfer.config.options import Config, ModelConfig, ServerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.observation import Observation
-from roseinfer.observe.telemetry.facts import Batch, Message, Resumed
+from roseinfer.observe.telemetry.facts import Batch, Message, Resumed, decode_state
 from roseinfer.observe.telemetry.forwarder import Forwarder
 from roseinfer.observe.telemetry.receiver import Receiver
 from roseinfer.records import (
@@ -223,6 +223,26 @@ async def test_facts_go_in_batches_and_a_request_id_may_come_again_at_once() -> 
         ends.forwarder.hub.on_finish(timeline)
     assert ends.page().total("roseinfer_requests_total") == 2
     assert sum(isinstance(message, Batch) for message in ends.sent) <= 3
+
+
+async def test_a_request_travels_when_it_changed_and_not_when_a_drafted_token_was_right() -> None:
+    ends = Ends()
+    ends.begin()
+    timelines = [RequestTimeline(request_id=f"r-{serial}", recv_ns=1, serial=serial) for serial in range(3)]
+    for timeline in timelines:
+        ends.forwarder.hub.on_start(timeline)
+    for number, advanced in enumerate((timelines, timelines, [timelines[0], *timelines], timelines[1:], timelines)):
+        tokens_ns, previous_ns = (number + 1) * MS, []
+        for timeline in advanced:
+            previous_ns.append(timeline.token_ns[-1] if timeline.token_ns else 0)
+            timeline.token_ns.append(tokens_ns)
+        record = make_step(num_generated_tokens=len(advanced), tokens_ns=tokens_ns)
+        ends.forwarder.hub.on_step(record, Advanced(advanced, previous_ns))
+    ends.forwarder.catch_up()
+    (batch,) = (message for message in ends.sent if isinstance(message, Batch))
+    changed = [[decode_state(state)["serial"] for state in step.changed] for step in batch.steps]
+    assert changed == [[0, 1, 2], [], [], [], [0]], "at the first token, and when it was left out"
+    assert [each.token_ns for each in ends.observation.flight.in_flight] == [each.token_ns for each in timelines]
 
 
 async def test_before_the_first_process_nothing_counts_as_lost() -> None:

@@ -1,0 +1,123 @@
+"""Answers scrapers on the API port before aiohttp has to.
+
+Pickers of gateways ask each server for its metrics every 50 ms, on connections that they use for nothing else. Through
+aiohttp and our middlewares such a request takes most of a millisecond of the event loop that serves streams, nearly all
+for what its head does not hold. Here its head goes to the process that has the metrics, and the answer comes back as
+it is written. From the first head on that is not a scraper's, a connection is aiohttp's for good.
+"""
+
+import asyncio
+import logging
+import re
+import uuid
+from collections.abc import Callable
+from email.utils import formatdate
+
+from aiohttp import EMPTY_PAYLOAD
+
+from roseinfer.errors import RoseinferError
+from roseinfer.records import LifecycleState
+from roseinfer.server.connection.connection import Connection
+from roseinfer.server.middleware import ACCESS_LOG, SERVER
+from roseinfer.server.ops.pages import LOAD_PATH, Pages, head_of
+from roseinfer.server.port import Port
+
+Scrape = Callable[[bytes, Callable[[bytes], None]], None]
+"""Called with a scraper's head, and with what to call with the whole answer, or with b"" where there is none."""
+
+_HEAD = re.compile(
+    rb"GET (?P<path>/metrics(?:/load)?) HTTP/1\.1\r\n"
+    rb"(?P<fields>(?:(?:host|user-agent|accept|accept-encoding|x-prometheus-scrape-timeout-seconds):[ -~]{0,1024}\r\n"
+    rb"|connection: *keep-alive\r\n){1,8})\r\n",
+    re.IGNORECASE,
+)
+
+
+class Scraping(asyncio.Protocol):
+    """A socket on which nobody but a scraper has asked for anything; its connection takes over then."""
+
+    def __init__(self, connection: Connection, port: Port, scrape: Scrape) -> None:
+        self._connection = connection
+        self._port = port
+        self._scrape = scrape
+        self._transport: asyncio.Transport
+        self._head = b""  # whose answer has not come
+        self._early = b""  # what came before it
+        # A page that is not read in time counts as any other answer.
+        self.pause_writing, self.resume_writing = connection.pause_writing, connection.resume_writing  # type: ignore[method-assign]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._connection.enter(transport)
+
+    def connection_lost(self, _: BaseException | None) -> None:
+        self._connection.leave()
+
+    def data_received(self, data: bytes) -> None:
+        if self._head:
+            self._early += data
+            self._transport.pause_reading()
+        elif _HEAD.fullmatch(data) is None or self._is_special():
+            self._hand_over(data)
+        else:
+            self._head = data
+            self._connection.begin(EMPTY_PAYLOAD)
+            self._scrape(data, self._take)
+
+    def _is_special(self) -> bool:
+        """Whether the answer is to be logged, to say that the server stops, or to wait for a client that is slow."""
+        return (
+            ACCESS_LOG.isEnabledFor(logging.DEBUG)
+            or self._port.state in {LifecycleState.DRAINING, LifecycleState.FAILED}
+            or self._transport.get_write_buffer_size() > 0
+        )
+
+    def _take(self, answer: bytes) -> None:
+        """Write the answer, or let aiohttp say why there is none."""
+        if self._transport.is_closing():
+            return
+        self._connection.end()
+        head, early = self._head, self._early
+        self._head = self._early = b""
+        if not answer:
+            self._hand_over(head + early)
+            return
+        self._transport.write(answer)
+        if early:
+            self._transport.resume_reading()
+            self.data_received(early)
+
+    def _hand_over(self, data: bytes) -> None:
+        self._transport.set_protocol(self._connection)
+        self._connection.connection_made(self._transport)
+        self._transport.resume_reading()
+        self._connection.data_received(data)
+
+
+# --- in the process that has the metrics ------------------------------------------------------------------------------
+
+
+async def answer(head: bytes, pages: Pages) -> bytes:
+    """The whole answer to a scraper's head; nothing where aiohttp should say what is wrong."""
+    found = _HEAD.fullmatch(head)
+    if found is None:
+        return b""
+    lines = [line.partition(b":") for line in found["fields"].splitlines()]
+    fields = {name.lower(): value.strip() for name, _, value in lines}
+    if len(fields) < len(lines) or not fields.get(b"host"):
+        return b""
+    accept, takes_gzip = fields.get(b"accept", b"").decode(), b"gzip" in fields.get(b"accept-encoding", b"")
+    try:
+        page = await pages(accept, is_load=found["path"].decode() == LOAD_PATH, takes_gzip=takes_gzip)
+    except RoseinferError:
+        return b""
+    headers = (
+        ("Server", SERVER),
+        ("X-Request-Id", uuid.uuid4().hex),
+        ("Date", formatdate(usegmt=True)),
+        *head_of(page),
+        ("Content-Length", str(len(page.content))),
+    )
+    text = "".join([f"{name}: {value}\r\n" for name, value in headers])
+    return b"HTTP/1.1 200 OK\r\n" + text.encode() + b"\r\n" + page.content
