@@ -25,7 +25,7 @@ from tests.attention_cases import (
     invariant_results,
     new_backend,
 )
-from tests.unit.model.triton_processes import Ahead, Worker, compiled, compiler_process, interpreter_process
+from tests.unit.model.triton_processes import Ahead, Worker, compiled, compiler_process, interpreter_process, ptxas_for
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; the extra `test` has it")
 
@@ -252,16 +252,13 @@ def test_kernels_are_compiled_once_and_fit(compiler: Worker, capability: int, ca
 
 def compile_with_ptxas(case: Case, directory: Path) -> dict[str, tuple[int, int]]:
     """Warps of each attention kernel, and the bytes of registers that it spills, compiled for sm_90."""
-    import triton
-
     compile_steps(90, case, [[1], [2]])
-    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     source, cubin = directory / "kernel.ptx", directory / "kernel.cubin"
     found = {}
     for kernel in compiled:
         source.write_text(kernel.asm["ptx"])
         [target] = re.findall(r"^\.target (sm_90a?)", kernel.asm["ptx"], re.MULTILINE)
-        command = [str(ptxas), "--verbose", f"--gpu-name={target}", str(source), "--output-file", str(cubin)]
+        command = [ptxas_for(90), "--verbose", f"--gpu-name={target}", str(source), "--output-file", str(cubin)]
         told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
         [spilled] = re.findall(r"(\d+) bytes spill stores", told)
         found[kernel.metadata.name] = kernel.metadata.num_warps, int(spilled)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -44,7 +45,7 @@ def started(environment: dict[str, str], prepare: Callable[[], None]) -> Iterato
 
 
 def _prepare_interpreter() -> None:
-    """Triton 3.6 made to run with NumPy 2.4, ten times faster, and with products whose order does not show.
+    """Triton 3.4 to 3.9 made to run with NumPy 2.4, faster, and with products whose order does not show.
 
     A launch can be recorded in a graph.
     """
@@ -55,9 +56,11 @@ def _prepare_interpreter() -> None:
     launch = interpreter.GridExecutor.__call__
     scopes: dict[str, Any] = {}
 
-    def patched_tensor(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))  # for bounds of loops
+    def patched_tensor(tensor: Any, *scope: Any) -> None:
+        """Up to Triton 3.5 there is no scope, and what is patched stays."""
+        patch_tensor(tensor, *scope)
+        put = scope[0].set_attr if scope else setattr
+        put(tensor, "__index__", lambda self: int(self.handle.data.item()))  # for bounds of loops
 
     def patched_language(function: Any) -> Any:
         """Once for each module with kernels, not again whenever one of its functions is called."""
@@ -74,10 +77,22 @@ def _prepare_interpreter() -> None:
         launched(partial(launch, self, *arguments, **named))
 
     interpreter.GridExecutor.__call__ = noted
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def with_mask(mask: Any) -> Any:
+        """Triton 3.9 takes no mask in which a number was broadcast, as `program_id == 0` is."""
+        return interpreter.TensorHandle(mask.data.astype(np.bool_), mask.dtype)
+
+    builder.create_masked_load = lambda self, pointers, mask, *more: load(self, pointers, with_mask(mask), *more)
+    builder.create_masked_store = lambda self, pointers, values, mask, *more: store(
+        self, pointers, values, with_mask(mask), *more
+    )
     interpreter._patch_lang_tensor = patched_tensor
     interpreter._patch_lang = patched_language
-    interpreter._LangPatchScope.restore = lambda self: None
-    interpreter.InterpreterBuilder.create_dot = create_dot
+    if hasattr(interpreter, "_LangPatchScope"):
+        interpreter._LangPatchScope.restore = lambda self: None
+    builder.create_dot = create_dot
 
 
 def interpreter_process() -> Iterator[Worker]:
@@ -103,6 +118,13 @@ class Ahead:
 
 
 compiled: list[Any] = []
+
+
+def ptxas_for(capability: int) -> str:
+    """The assembler that Triton takes for a GPU; up to 3.4 it has one for all."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    return str(get_ptxas(*[capability][: len(signature(get_ptxas).parameters)]).path)
 
 
 def _prepare_compiler() -> None:
