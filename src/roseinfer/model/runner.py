@@ -35,7 +35,7 @@ from roseinfer.model.graphs import CudaGraphs, GraphSize, graph_sizes, prompt_gr
 from roseinfer.model.loading import LoadedModel, OnProgress, load_model
 from roseinfer.model.pooling import pool, to_host
 from roseinfer.model.replay import Replays
-from roseinfer.model.sampling.logprobs import LogprobRows, PromptScores
+from roseinfer.model.sampling.logprobs import Logprobs, PromptScores
 from roseinfer.model.sampling.sampler import Sampler
 from roseinfer.model.staging import InputStaging, StagedStep, StagingSizes
 from roseinfer.model.warm_up_batches import WARM_UP_KINDS, decode_batch, largest_draw, masked_draw, prompt_batch
@@ -65,7 +65,7 @@ class LaunchedBatch:
 
     _token_ids: torch.Tensor  # on the host; valid when the event has passed
     _event: Event
-    _logprobs: LogprobRows | None
+    _logprobs: Logprobs | None
     _scores: PromptScores | None
     graph_rows: int  # rows of the CUDA graph it runs in; 0 without one
     _pooled: Sequence[torch.Tensor] = ()
@@ -102,7 +102,7 @@ class Results:
     def fetch(
         self,
         token_ids: torch.Tensor,
-        logprobs: LogprobRows | None,
+        logprobs: Logprobs | None,
         graph_rows: int = 0,
         scores: PromptScores | None = None,
         pooled: Sequence[torch.Tensor] = (),
@@ -201,11 +201,12 @@ class ModelRunner:
         if size is None:
             return None
         with watch("stage"):
-            self._sampler.refresh(slots, next_positions)
+            self._sampler.prepare(slots, next_positions, batch.masks)
             self._stage_graph(batch, size, watch)
         with watch("forward"):
             self._graphs.replay(size)
-        return self._results.fetch(self._graph_tokens[: len(slots)], None, graph_rows=size.num_rows)
+        logprobs = self._sampler.captured_logprobs(slots)
+        return self._results.fetch(self._graph_tokens[: len(slots)], logprobs, graph_rows=size.num_rows)
 
     def _launch_eager(self, batch: ScheduledBatch, watch: Watch) -> LaunchedBatch:
         """Launch the step operation by operation."""

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from roseinfer.engine.core.batch import Int32Array, SlotBinding
+from roseinfer.engine.core.batch import MAX_STEP_DRAFTS, Int32Array, SlotBinding
+from roseinfer.engine.core.constraint import TokenMasks
 from roseinfer.model.device_stream import to_device
 from roseinfer.model.sampling.slot_table import Int64Array
 
@@ -20,15 +21,22 @@ BARRED = 1 << 21
 BIAS_SHIFT = 22
 MAX_BIASES = (1 << 10) - 1  # of one slot; 0 is none
 
-CHANGES, COUNTS = 1, 2  # bits of a slot's `kinds`: its words change logits; a token that is drawn is counted
+# Bits of a slot's `kinds`: something changes its logits, among that a mask; a token that is drawn is counted.
+CHANGES, COUNTS, IS_MASKED = 1, 2, 4
 
 # What else a kernel reads of a slot.
 EDIT = np.dtype([("kinds", np.int32), ("presence", np.float32), ("frequency", np.float32), ("repetition", np.float32)])
 
 
 def edit_bytes(num_slots: int, vocab_size: int, max_model_len: int) -> int:
-    """Memory of the tables on the device."""
-    return 4 * num_slots * (vocab_size + max_model_len + MAX_BIASES + 1 + EDIT.itemsize // 4)
+    """Memory of the tables on the device, all but that of masks beside drafted tokens."""
+    words = vocab_size + max_model_len + MAX_BIASES + 1 + EDIT.itemsize // 4
+    return 4 * num_slots * (words + num_mask_words(vocab_size) + 1)
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """Of 32 bits, a bit for each token."""
+    return -(-vocab_size // 32)
 
 
 class EditTable:
@@ -39,6 +47,9 @@ class EditTable:
         self.biases = torch.zeros(num_slots, MAX_BIASES + 1, device=device)
         self.history = torch.zeros(num_slots, max_model_len, dtype=torch.int32, device=device)  # known tokens
         self.records = torch.zeros(num_slots, EDIT.itemsize // 4, dtype=torch.int32, device=device)
+        # The row of each slot's mask among those that follow, and these [rows, words of a mask].
+        num_masks = num_slots + MAX_STEP_DRAFTS
+        self.masks = torch.zeros(num_slots + num_masks * num_mask_words(vocab_size), dtype=torch.int32, device=device)
         self.is_held: npt.NDArray[np.bool_] = np.ones(num_slots, np.bool_)
         self._kinds = np.zeros(num_slots, np.int32)
         self._num_prompt_tokens = np.zeros(num_slots, np.int64)
@@ -51,15 +62,15 @@ class EditTable:
         slot, params = binding.slot, binding.params
         is_held = len(params.logit_bias) <= MAX_BIASES
         kinds = 0
-        if is_held and (params.edits_logits or len(barred)):
-            kinds = CHANGES | (COUNTS if params.has_penalties else 0)
+        if is_held and (params.edits_logits or len(barred) or params.grammar is not None):
+            kinds = CHANGES | (COUNTS if params.has_penalties else 0) | (IS_MASKED if params.grammar else 0)
         if kinds:
             self._send(binding, self._words_of(binding, barred))
         if kinds or self._kinds[slot]:
             record = np.array(
                 [(kinds, params.presence_penalty, params.frequency_penalty, params.repetition_penalty)], EDIT
             )
-            self.records[slot].copy_(to_device(record.view(np.int32), self._device))
+            _put(self.records[slot], record.view(np.int32))
         self._kinds[slot], self.is_held[slot], self._is_stale[slot] = kinds, is_held, False
         self._num_prompt_tokens[slot] = binding.num_prompt_tokens
 
@@ -82,8 +93,15 @@ class EditTable:
         indices, values = to_device(changed, self._device), to_device(words[changed], self._device)
         self.words[binding.slot].zero_().scatter_(0, indices, values)
         if biases:
-            numbers = to_device(np.array(list(biases.values()), np.float32), self._device)
-            self.biases[binding.slot, 1 : len(biases) + 1].copy_(numbers)
+            _put(self.biases[binding.slot, 1 : len(biases) + 1], np.array(list(biases.values()), np.float32))
+
+    def send_masks(self, masks: TokenMasks) -> None:
+        """Use these masks for the tokens that are drawn next, in one copy. Of several of a slot the last counts."""
+        bits, num_slots = masks.bits(), len(self.is_held)
+        sent = np.zeros(num_slots + bits.size, np.int32)
+        sent[[slot for slot, _ in masks.rows]] = np.arange(len(bits))
+        sent[num_slots:] = bits.view(np.int32).ravel()
+        _put(self.masks[: len(sent)], sent)
 
     def note_stale(self, slots: Int32Array) -> None:
         """Note that tokens of these slots were drawn, or drafted, by others than the kernels."""
@@ -100,3 +118,9 @@ class EditTable:
             is_known = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
             words.bitwise_or_(is_known.index_fill_(0, known, KNOWN))
             self._is_stale[slot] = False
+
+
+def _put(target: torch.Tensor, array: npt.NDArray[np.generic]) -> None:
+    """Queue a copy to a device out of torch's pinned memory."""
+    tensor = torch.from_numpy(array)
+    target.copy_(tensor if target.device.type == "cpu" else tensor.pin_memory(), non_blocking=True)

@@ -177,11 +177,6 @@ class LogitsEdits:
             return _NO_ROWS
         return np.flatnonzero(self._wanted[slots].any(axis=1))
 
-    def have_masks(self, slots: Int32Array) -> npt.NDArray[np.bool_]:
-        """Which of the slots follow a grammar."""
-        wanted: npt.NDArray[np.bool_] = self._wanted[slots, 1]
-        return wanted
-
     def edited(self, logits: torch.Tensor, rows: Int64Array, slots: Int32Array, positions: Int32Array) -> torch.Tensor:
         """A changed copy of some rows of logits [all rows, vocab_size] -> float32 [len(rows), vocab_size].
 

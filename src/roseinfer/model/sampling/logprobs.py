@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from roseinfer.engine.core.batch import ScoredRow, Scores
+from roseinfer.engine.core.batch import Int32Array, ScoredRow, Scores
 from roseinfer.messages import TokenLogprobs
 
 
@@ -35,6 +35,32 @@ class LogprobRows:
         ):
             result[row] = TokenLogprobs(logprob, rank, *top[index])
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLogprobs:
+    """As `LogprobRows`, of a whole batch in one tensor, so that one copy brings them."""
+
+    counts: Int32Array  # [rows] of the likeliest tokens, negative for rows that want nothing
+    numbers: torch.Tensor  # float64 [rows, 2 + 2n]: logprob, rank, ids of n likeliest tokens, and their logprobs
+
+    def fetch(self) -> "PackedLogprobs":
+        """Queue the copy to the host, complete when the step's event has passed."""
+        return replace(self, numbers=_fetched(self.numbers))
+
+    def to_host(self, num_rows: int) -> list[TokenLogprobs | None]:
+        """One entry for each row of the batch, None for those without log-probabilities."""
+        width = self.numbers.shape[1] // 2 - 1
+        result: list[TokenLogprobs | None] = [None] * num_rows
+        for row, count in enumerate(self.counts.tolist()):
+            if count >= 0:
+                logprob, rank, *likeliest = self.numbers[row].tolist()
+                ids, logprobs = likeliest[:count], likeliest[width : width + count]
+                result[row] = TokenLogprobs(logprob, int(rank), [int(token_id) for token_id in ids], logprobs)
+        return result
+
+
+Logprobs = LogprobRows | PackedLogprobs
 
 
 def _fetched(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from roseinfer.engine.core.batch import Int32Array
 from roseinfer.model.kernels.library import Kernels
-from roseinfer.model.sampling.logprobs import LogprobRows
+from roseinfer.model.sampling.logprobs import LogprobRows, Logprobs
 from roseinfer.model.sampling.slot_table import Int64Array, SlotTable
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
@@ -38,6 +38,9 @@ class NativeSampling:
         return ids
 
     tokens_of_edited = tokens
+
+    def last_logprobs(self, _counts: Int32Array) -> Logprobs | None:
+        return None
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, rows: Int64Array, counts: Int32Array) -> LogprobRows:
         chosen = tokens.numpy()[rows]

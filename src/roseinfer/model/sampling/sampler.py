@@ -18,7 +18,7 @@ from roseinfer.model.device_stream import to_device
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.sampling.edit_table import EditTable
 from roseinfer.model.sampling.logit_edits import GROUP, LogitsEdits
-from roseinfer.model.sampling.logprobs import LogprobRows
+from roseinfer.model.sampling.logprobs import LogprobRows, Logprobs
 from roseinfer.model.sampling.native import NativeSampling
 from roseinfer.model.sampling.slot_table import TRUNCATED, Int64Array, SlotTable
 from roseinfer.model.sampling.torch import TorchSampling
@@ -38,6 +38,12 @@ class SamplingBackend(Protocol):
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, rows: Int64Array, counts: Int32Array) -> LogprobRows:
         """Log-softmax of the raw logits of some rows: of their tokens, and of the likeliest `counts` [len(rows)]."""
+
+    def last_logprobs(self, counts: Int32Array) -> Logprobs | None:
+        """Those that `tokens` and `choose` left of the rows they drew last; None of a backend that leaves none.
+
+        They are for the rows whose count [rows] is not negative, and valid until the backend draws again.
+        """
 
     def choose(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """As `tokens`, of what is on the device, without waiting. In torch the limits of rows do not count."""
@@ -90,14 +96,14 @@ class Sampler:
         positions: Int32Array,
         masks: TokenMasks | None = None,
         drafted: Int32Array | None = None,
-    ) -> tuple[torch.Tensor, LogprobRows | None]:
+    ) -> tuple[torch.Tensor, Logprobs | None]:
         """Logits [rows, vocab_size] and the positions of the tokens to draw -> ids [rows] int64 on the device.
 
         Logits of barred tokens are overwritten for a while. `masks` are those of every row with a grammar; `drafted`
         [rows] are the tokens at the positions before, or negative where those are known. A row whose largest logit is
         not finite has `NO_TOKEN` if the model computed it so, `OWN_FAULT` if its edits did.
         """
-        self._edits.masks.stage(masks)
+        self._stage_masks(masks)
         if drafted is not None:
             rows = np.flatnonzero(drafted >= 0)
             tokens = to_device(drafted[rows].astype(np.int64), self._device)
@@ -109,6 +115,8 @@ class Sampler:
         rows = np.flatnonzero(counts >= 0)
         if not len(rows):
             return tokens, None
+        if not len(edited) and (left := self._backend.last_logprobs(counts)) is not None:
+            return tokens, left
         return tokens, self._backend.logprobs(logits, tokens.clamp(min=0), rows, counts[rows])
 
     def score(self, logits: torch.Tensor, token_ids: torch.Tensor, counts: Int32Array) -> LogprobRows:
@@ -120,7 +128,7 @@ class Sampler:
         rows = self._edits.rows(slots)
         if self._edit_table is None or not len(rows):
             return rows
-        is_here = ~self._edit_table.is_held[slots] | self._edits.have_masks(slots)
+        is_here = ~self._edit_table.is_held[slots]
         if drafted is not None:
             is_here |= np.isin(slots, slots[drafted >= 0])
         return rows[is_here[rows]]
@@ -130,7 +138,7 @@ class Sampler:
     ) -> torch.Tensor:
         """The next token of each row; rows with edits are drawn from a copy."""
         if not len(edited):
-            self.refresh(slots, positions)
+            self._refresh(slots, positions)
             return self._backend.tokens(logits, slots, positions)
         tokens = self._tokens_of_others(logits, edited, slots, positions)
         for rows in np.split(edited, range(GROUP, len(edited), GROUP)):
@@ -154,13 +162,22 @@ class Sampler:
             return tokens
         if self._edit_table is None:  # cheaper than a copy of the others' logits
             return self._backend.tokens(logits, slots, positions)
-        self.refresh(slots[others], positions[others])
+        self._refresh(slots[others], positions[others])
         on_device = to_device(others, self._device)
         drawn = self._backend.tokens(logits.index_select(0, on_device), slots[others], positions[others])
         return tokens.index_copy_(0, on_device, drawn)
 
-    def refresh(self, slots: Int32Array, positions: Int32Array) -> None:
-        """Bring what kernels read of these slots up to date; before a graph with `sample_captured` is replayed."""
+    def _stage_masks(self, masks: TokenMasks | None) -> None:
+        self._edits.masks.stage(masks)
+        if masks is not None and self._edit_table is not None:
+            self._edit_table.send_masks(masks)
+
+    def prepare(self, slots: Int32Array, positions: Int32Array, masks: TokenMasks | None) -> None:
+        """Send what `sample_captured` reads of these rows besides the slots' parameters, before a graph is replayed."""
+        self._refresh(slots, positions)
+        self._stage_masks(masks)
+
+    def _refresh(self, slots: Int32Array, positions: Int32Array) -> None:
         if self._edit_table is not None:
             self._edit_table.refresh(slots, positions)
 
@@ -193,18 +210,22 @@ class Sampler:
     def can_capture(self, slots: Int32Array, positions: Int32Array | None = None) -> bool:
         """Whether `sample_captured` samples what `sample` does.
 
-        No row may want log-probabilities or a grammar. Without Triton's kernels no row may bar or edit either, nor have
-        top-k, top-p or min-p; without `positions`, those of the tokens to draw, a slot that may not stop yet counts as
-        barring for ever.
+        Without Triton's kernels no row may want log-probabilities, bar or edit, nor have top-k, top-p or min-p; without
+        `positions`, those of the tokens to draw, a slot that may not stop yet counts as barring for ever.
         """
-        rows = self._table.host[slots]
-        if (rows["num_logprobs"] >= 0).any() or len(self._edited_rows(slots, None)):
+        if len(self._edited_rows(slots, None)):
             return False
         if self._edit_table is not None:
             return True
+        rows = self._table.host[slots]
         is_barred = rows["barred_before"] > (0 if positions is None else positions)
-        return not bool(((rows["need"] == TRUNCATED) | is_barred).any())
+        return not bool(((rows["need"] == TRUNCATED) | (rows["num_logprobs"] >= 0) | is_barred).any())
 
     def sample_captured(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """`sample` for a CUDA graph, which reads the slots' parameters when it is replayed. Nothing waits here."""
         return self._backend.choose(logits, slots, positions)
+
+    def captured_logprobs(self, slots: Int32Array) -> Logprobs | None:
+        """What `sample_captured` left of these rows, valid until the next step."""
+        counts = self._table.host["num_logprobs"][slots]
+        return self._backend.last_logprobs(counts) if (counts >= 0).any() else None

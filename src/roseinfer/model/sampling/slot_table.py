@@ -47,6 +47,7 @@ class SlotTable:
         self.temperature = self._column("temperature", torch.float32)
         self.min_p = self._column("min_p", torch.float32)
         self.need = self._column("need", torch.int32)
+        self.num_logprobs = self._column("num_logprobs", torch.int32)
         self.barred_before = self._column("barred_before", torch.int64)
 
     def _column(self, name: str, dtype: torch.dtype) -> torch.Tensor:

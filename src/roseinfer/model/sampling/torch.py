@@ -14,7 +14,7 @@ import torch
 from roseinfer.engine.core.batch import NO_TOKEN, Int32Array
 from roseinfer.model.device import Scratch
 from roseinfer.model.device_stream import to_device
-from roseinfer.model.sampling.logprobs import LogprobRows
+from roseinfer.model.sampling.logprobs import LogprobRows, Logprobs
 from roseinfer.model.sampling.slot_table import GREEDY, MAX_RANKED, TRUNCATED, WHOLE, Int64Array, SlotTable
 
 _CHUNK = 256  # of the vocabulary: its sum is one number, so a draw searches few sums and then one chunk
@@ -101,6 +101,9 @@ class TorchSampling:
         drawn = draw_whole(logits, table.temperature[slots], draws, mass)
         chosen = torch.where(table.need[slots] == GREEDY, first_of_largest(logits), drawn)
         return only_of_finite(logits, chosen)
+
+    def last_logprobs(self, _counts: Int32Array) -> Logprobs | None:
+        return None
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, rows: Int64Array, counts: Int32Array) -> LogprobRows:
         on_device = self._tensor(rows)

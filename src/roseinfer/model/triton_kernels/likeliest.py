@@ -16,11 +16,10 @@ import triton.language as tl
 
 from roseinfer.model.sampling.slot_table import MAX_RANKED
 from roseinfer.model.triton_kernels.language import Constant, Pointer, kernel
-from roseinfer.model.triton_kernels.logits import LOWEST_LOGIT, Logits, mass_of, values_at
+from roseinfer.model.triton_kernels.logits import LOWEST_KEY, LOWEST_LOGIT, Logits, key_of, mass_of, value_of, values_at
 
 _MAX_RANKED = tl.constexpr(MAX_RANKED)
 _ROUGH_STEPS = tl.constexpr(16)  # of halving the range of float32: what is left of it is below 1 % of a logit
-_LOWEST_KEY = tl.constexpr(-0x7F800001)  # of -inf
 _BEYOND = tl.constexpr(0x7FFFFFFF)  # above all keys, ids and counts
 
 
@@ -55,7 +54,7 @@ def draw_likeliest(
     tokens = (place[0], place[1], place[2], num_left, peak, temperature)
     is_ranked = (top_k > 0) & (top_k <= _MAX_RANKED)
     # What is kept: the tokens above the cut, and of those at the cut, each of its own mass, the first few.
-    cut, num_equal = tl.full([], _LOWEST_KEY, tl.int32), tl.full([], _BEYOND, tl.int32)
+    cut, num_equal = tl.full([], LOWEST_KEY, tl.int32), tl.full([], _BEYOND, tl.int32)
     own, goal = tl.full([], 0.0, tl.float64), tl.full([], 0.0, tl.float64)
     for step in range(3):  # top-k, top-p, the draw: in a loop, so that the code of a search is there once
         if step == 0:
@@ -68,7 +67,7 @@ def draw_likeliest(
             num_equal = tl.where(lowest > cut, _BEYOND, num_equal)
             cut, goal, is_wanted = lowest, draw * total, is_ranked
         if is_wanted:
-            key = _search(logits, groups, tokens, cut, _key(peak), goal, step == 0)
+            key = _search(logits, groups, tokens, cut, key_of(peak), goal, step == 0)
             above, above_mass, equal, own = _standing(logits, groups, tokens, key)
             missing = tl.where(own > 0.0, (goal - above_mass) / own, 0.0)
             missing = tl.where(step == 1, tl.ceil(missing), tl.floor(missing) + 1.0)
@@ -94,16 +93,16 @@ def _leave_out(
     """Write the ids of the groups that may hold a kept token, in their order -> how many they are."""
     temperature, top_k, top_p, min_p = limits
     has_top_k = top_k > 0
-    low, high = tl.full([], _LOWEST_KEY + 1, tl.int32), _key(peak)
+    low, high = tl.full([], LOWEST_KEY + 1, tl.int32), key_of(peak)
     share = tl.where(top_p < 1.0, top_p * total, float("inf"))
     for _step in range(_ROUGH_STEPS):
         middle = _between(low, high)
         # Those tokens of a group that do not reach the middle have no more than its mass each.
-        rest = mass_of(_value(middle), peak, temperature) * (logits.group - 1)
+        rest = mass_of(value_of(middle), peak, temperature) * (logits.group - 1)
         count, mass = tl.full([], 0, tl.int32), tl.full([], 0.0, tl.float64)
         for start in range(0, groups.num_groups, groups.tile):
             ids, peaks, masses = _groups_at(logits, groups, piece_peaks, row, start, peak, temperature)
-            reaches = _key(peaks) >= middle
+            reaches = key_of(peaks) >= middle
             count += tl.sum(reaches.to(tl.int32), axis=0)
             surely = tl.maximum(masses - rest, mass_of(peaks, peak, temperature))
             mass += tl.sum(tl.where(reaches, surely, 0.0).to(tl.float64), axis=0)
@@ -113,7 +112,7 @@ def _leave_out(
     num_left = tl.full([], 0, tl.int32)
     for start in range(0, groups.num_groups, groups.tile):
         ids, peaks, masses = _groups_at(logits, groups, piece_peaks, row, start, peak, temperature)
-        is_left = (_key(peaks) >= low) & (mass_of(peaks, peak, temperature) >= least)
+        is_left = (key_of(peaks) >= low) & (mass_of(peaks, peak, temperature) >= least)
         place = num_left + tl.cumsum(is_left.to(tl.int32), axis=0) - 1
         tl.store(groups.left + row * groups.num_groups + place, ids, mask=is_left)
         num_left += tl.sum(is_left.to(tl.int32), axis=0)
@@ -156,7 +155,7 @@ def _tokens_at(
     ids = tl.load(groups.left + row * groups.num_groups + index // logits.group, mask=is_left, other=0)
     ids = ids * logits.group + index % logits.group
     values = values_at(logits, (row, slot, position), ids, is_left)
-    return ids, _key(values), mass_of(values, peak, temperature).to(tl.float64)
+    return ids, key_of(values), mass_of(values, peak, temperature).to(tl.float64)
 
 
 @kernel()
@@ -212,7 +211,7 @@ def _least_kept(
     lowest, above_mass = tl.full([], _BEYOND, tl.int32), tl.full([], 0.0, tl.float64)
     for start in range(0, tokens[3], logits.piece):
         _ids, keys, masses = _tokens_at(logits, groups, tokens, start)
-        is_kept = (keys > _LOWEST_KEY) & (masses >= min_p)
+        is_kept = (keys > LOWEST_KEY) & (masses >= min_p)
         above_mass += tl.sum(tl.where(is_kept & (keys > cut), masses, 0.0), axis=0)
         is_kept &= (keys > cut) | ((keys == cut) & (num_equal > 0))
         lowest = tl.minimum(lowest, tl.min(tl.where(is_kept, keys, _BEYOND), axis=0))
@@ -246,18 +245,6 @@ def _find(
         num_seen += tl.sum(is_equal, axis=0)
         before += tl.sum(weights, axis=0)
     return tl.minimum(token, last)
-
-
-@kernel()
-def _key(values: tl.tensor) -> tl.tensor:
-    """int32 in the order of float32."""
-    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0 is 0
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@kernel()
-def _value(key: tl.tensor) -> tl.tensor:
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @kernel()

@@ -17,9 +17,11 @@ from roseinfer.model.sampling.edit_table import (
     COUNT,
     COUNTS,
     EDIT,
+    IS_MASKED,
     KNOWN,
     MAX_BIASES,
     EditTable,
+    num_mask_words,
 )
 from roseinfer.model.sampling.slot_table import SLOT, SlotTable
 from roseinfer.model.triton_kernels.language import LOG2_E, Constant, Pointer, constant, kernel
@@ -28,8 +30,9 @@ PIECE = 4096  # of the vocabulary: what one program reads at a time
 GROUP = 16  # of a piece: side by side, 64 bytes of float32
 
 LOWEST_LOGIT = tl.constexpr(float("-inf"))
+LOWEST_KEY = tl.constexpr(-0x7F800001)  # of -inf
 _LOG2_E = tl.constexpr(LOG2_E)
-_CHANGES, _COUNTS = tl.constexpr(CHANGES), tl.constexpr(COUNTS)
+_CHANGES, _COUNTS, _IS_MASKED = tl.constexpr(CHANGES), tl.constexpr(COUNTS), tl.constexpr(IS_MASKED)
 _COUNT, _KNOWN, _BARRED = tl.constexpr(COUNT), tl.constexpr(KNOWN), tl.constexpr(BARRED)
 _BIAS_SHIFT, _MAX_BIASES = tl.constexpr(BIAS_SHIFT), tl.constexpr(MAX_BIASES)
 
@@ -51,7 +54,10 @@ class Logits(NamedTuple):
     history: Pointer  # int32
     kinds: Pointer  # int32, the first field of the records
     penalties: Pointer  # float32, the records' other fields
+    mask_rows: Pointer  # int32, of each slot
+    masks: Pointer  # int32
     barred_before: Pointer  # int64, a field of the table of slots
+    mask_words: Constant
     history_length: Constant
     edit_words: Constant  # length of a record, in int32
     record_words: Constant  # of a record of the table of slots, in int64
@@ -75,7 +81,10 @@ def logits_of(logits: torch.Tensor, table: SlotTable, edits: EditTable, *, are_c
         edits.history,
         edits.records,
         edits.records.view(torch.float32),
+        edits.masks,
+        edits.masks[len(edits.records) :],
         table.barred_before,
+        constant(num_mask_words(vocab_size)),
         constant(edits.history.shape[1]),
         constant(EDIT.itemsize // 4),
         constant(SLOT.itemsize // 8),
@@ -101,9 +110,14 @@ def values_at(logits: Logits, place: tl.tuple, columns: tl.tensor, is_asked: tl.
     """
     row, slot, position = place
     values = raw_values_at(logits, row, columns, is_asked)
-    if logits.are_changed:  # noqa: SIM102 - known when the kernel is compiled; the other is not
-        if (tl.load(logits.kinds + slot * logits.edit_words) & _CHANGES) != 0:
+    if logits.are_changed:
+        kinds = tl.load(logits.kinds + slot * logits.edit_words)
+        if (kinds & _CHANGES) != 0:
             values = _changed(logits, slot, position, values, columns, is_asked)
+        if (kinds & _IS_MASKED) != 0:
+            mask = logits.masks + tl.load(logits.mask_rows + slot).to(tl.int64) * logits.mask_words
+            bits = tl.load(mask + columns // 32, mask=is_asked & (columns < logits.vocab_size), other=0)
+            values = tl.where(((bits >> (columns % 32)) & 1) != 0, values, LOWEST_LOGIT)
     return values
 
 
@@ -131,7 +145,7 @@ def _changed(
 @kernel()
 def note_token(logits: Logits, slot: tl.tensor, position: tl.tensor, token: tl.tensor) -> None:
     """Count a token that was drawn, if the slot wants that."""
-    if logits.are_changed:  # noqa: SIM102 - see above
+    if logits.are_changed:  # noqa: SIM102 - known when the kernel is compiled; the other is not
         if (tl.load(logits.kinds + slot * logits.edit_words) & _COUNTS) != 0:
             place = logits.history + slot * logits.history_length + position
             tl.store(place, token.to(tl.int32), mask=position < logits.history_length)
@@ -143,3 +157,16 @@ def note_token(logits: Logits, slot: tl.tensor, position: tl.tensor, token: tl.t
 def mass_of(values: tl.tensor, peak: tl.tensor, temperature: tl.tensor) -> tl.tensor:
     """exp((value - peak) / temperature); 0 for -inf, whatever the peak."""
     return tl.where(values > LOWEST_LOGIT, tl.exp2((values - peak) * (_LOG2_E / temperature)), 0.0)
+
+
+@kernel()
+def key_of(values: tl.tensor) -> tl.tensor:
+    """int32 in the order of float32."""
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0 is 0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@kernel()
+def value_of(key: tl.tensor) -> tl.tensor:
+    """The float32 of a key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton import next_power_of_2
 
 from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT
-from roseinfer.model.sampling.edit_table import EditTable
+from roseinfer.model.sampling.edit_table import CHANGES, EditTable
 from roseinfer.model.sampling.slot_table import GREEDY, TRUNCATED, SlotTable
 from roseinfer.model.triton_kernels.language import Pointer, constant, kernel
 from roseinfer.model.triton_kernels.likeliest import Groups, draw_likeliest
@@ -28,9 +28,11 @@ from roseinfer.model.triton_kernels.logits import (
     raw_values_at,
     values_at,
 )
+from roseinfer.model.triton_kernels.logprobs import PADDED_LIKELIEST, Scores, score_piece, score_row
 
 _GROUP_TILE = 4096  # groups that one program looks at together, at most
 
+_CHANGES = tl.constexpr(CHANGES)
 _GREEDY = tl.constexpr(GREEDY)
 _TRUNCATED = tl.constexpr(TRUNCATED)
 _NO_TOKEN, _OWN_FAULT = tl.constexpr(NO_TOKEN), tl.constexpr(OWN_FAULT)
@@ -65,23 +67,30 @@ def choose(
     positions: torch.Tensor,
     table: SlotTable,
     edits: EditTable,
-    *,
-    are_changed: bool = True,
+    numbers: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The next token of each row of logits [rows, vocab_size], by the parameters and edits of its slot.
 
     slots and positions [rows] are integers on the device -> ids [rows] int64, `NO_TOKEN` where the model's largest
-    logit is not finite and `OWN_FAULT` where only edits made it so. Without `are_changed` logits are drawn from as they
-    are, and no token is counted. Nothing waits for the device.
+    logit is not finite and `OWN_FAULT` where only edits made it so. Where slots ask for log-probabilities they go to
+    `numbers` float64 [rows, SCORE_WIDTH]. Without it logits are drawn from as they are, no token is counted, and there
+    are no log-probabilities. Nothing waits for the device.
     """
     num_rows = len(logits)
-    rows = logits_of(logits, table, edits, are_changed=are_changed)
+    rows = logits_of(logits, table, edits, are_changed=numbers is not None)
     pieces, groups = _new_pieces(num_rows, rows.num_pieces.value, logits.device)
     asked = Table(table.seed, table.top_k, table.top_p, table.temperature, table.min_p, table.need)
+    scores = _new_scores(num_rows, rows.num_pieces.value, table, pieces.peaks if numbers is None else numbers)
     ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    _measure_piece[num_rows, rows.num_pieces.value](rows, asked, pieces, groups, slots, positions, num_warps=8)
-    _join_pieces[num_rows,](rows, asked, pieces, groups, slots, positions, ids, num_warps=16)
+    _measure_piece[num_rows, rows.num_pieces.value](rows, asked, pieces, groups, scores, slots, positions, num_warps=8)
+    _join_pieces[num_rows,](rows, asked, pieces, groups, scores, slots, positions, ids, num_warps=16)
     return ids
+
+
+def _new_scores(num_rows: int, num_pieces: int, table: SlotTable, numbers: torch.Tensor) -> Scores:
+    shape, device = (num_rows, num_pieces), numbers.device
+    likeliest = torch.empty(2, *shape, PADDED_LIKELIEST, dtype=torch.int32, device=device)
+    return Scores(table.num_logprobs, torch.empty(shape, device=device), likeliest[0], likeliest[1], numbers)
 
 
 def _new_pieces(num_rows: int, num_pieces: int, device: torch.device) -> tuple[Pieces, Groups]:
@@ -108,7 +117,13 @@ def _new_pieces(num_rows: int, num_pieces: int, device: torch.device) -> tuple[P
 
 @kernel("slots", "positions")
 def _measure_piece(
-    logits: Logits, table: Table, pieces: Pieces, groups: Groups, slots: tl.tensor, positions: tl.tensor
+    logits: Logits,
+    table: Table,
+    pieces: Pieces,
+    groups: Groups,
+    scores: Scores,
+    slots: tl.tensor,
+    positions: tl.tensor,
 ) -> None:
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot, position = tl.load(slots + row).to(tl.int64), tl.load(positions + row)
@@ -121,9 +136,14 @@ def _measure_piece(
     tl.store(pieces.places + at, first)
     tl.store(pieces.masses + at, tl.sum(masses, axis=0))
     if logits.are_changed:
-        columns = piece * logits.piece + tl.arange(0, logits.piece)
-        raw = raw_values_at(logits, row, columns, columns < logits.vocab_size)
-        tl.store(pieces.raw_peaks + at, tl.max(raw, axis=0))
+        raw_peak, count = peak, tl.load(scores.counts + record * 2)
+        if ((tl.load(logits.kinds + slot * logits.edit_words) & _CHANGES) != 0) | (count >= 0):
+            columns = piece * logits.piece + tl.arange(0, logits.piece)
+            raw = raw_values_at(logits, row, columns, columns < logits.vocab_size)
+            raw_peak = tl.max(raw, axis=0)
+            if count >= 0:
+                score_piece(logits, scores, at, piece * logits.piece, raw, raw_peak, count)
+        tl.store(pieces.raw_peaks + at, raw_peak)
     if tl.load(table.needs + record * 2) == _TRUNCATED:
         shape: tl.constexpr = [logits.piece // logits.group, logits.group]
         at_groups = at * (logits.piece // logits.group) + tl.arange(0, logits.piece // logits.group)
@@ -137,6 +157,7 @@ def _join_pieces(
     table: Table,
     pieces: Pieces,
     groups: Groups,
+    scores: Scores,
     slots: tl.tensor,
     positions: tl.tensor,
     ids: tl.tensor,
@@ -168,10 +189,14 @@ def _join_pieces(
             token = _draw_from_all(logits, (row, slot, position), masses, index, temperature, draw)
     failed = tl.full([], _NO_TOKEN, tl.int64)
     if logits.are_changed:
-        raw_peak = tl.max(tl.load(pieces.raw_peaks + at, mask=is_piece, other=LOWEST_LOGIT), axis=0)
+        raw_peaks = tl.load(pieces.raw_peaks + at, mask=is_piece, other=LOWEST_LOGIT)
+        raw_peak = tl.max(raw_peaks, axis=0)
         is_models = (raw_peak > LOWEST_LOGIT) & (raw_peak < -LOWEST_LOGIT)
         is_sound &= is_models
         failed = tl.where(is_models, _OWN_FAULT, failed)
+        count = tl.load(scores.counts + record * 2)
+        if count >= 0:
+            score_row(logits, scores, row, raw_peaks, tl.where(is_sound, token, 0), count)
     tl.store(ids + row, tl.where(is_sound, token.to(tl.int64), failed))
     if is_sound:
         note_token(logits, slot, position, token)

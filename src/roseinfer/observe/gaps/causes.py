@@ -95,7 +95,8 @@ class Cause(StrEnum):
         option="runner.cuda_graphs",
         advice="`startup` captures all sizes that a step of decoding rows can have, and steps with prompts up to 1,024 "
         "tokens (`scheduler.max_num_batched_tokens`), as far as the GPU's memory allows: the log names what it does "
-        "not. Rows that ask for log-probabilities run without a graph whatever this says.",
+        "not. Steps with drafted tokens, or with prompts that are scored or embedded, run without a graph whatever "
+        "this says.",
         story="no CUDA graph could hold its {step.num_decode_seqs} decoding and {step.num_prefill_seqs} other rows",
         place="host",
         color="#bb0055",

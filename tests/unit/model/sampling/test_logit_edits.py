@@ -289,6 +289,12 @@ def masks() -> TokenMasks:
 
 def sampler(kernels: Kernels | None, params: SamplingParams) -> Sampler:
     made = Sampler(len(SLOTS), VOCAB, CPU, kernels)
+    bind_all(made, params)
+    return made
+
+
+def bind_all(made: Sampler, params: SamplingParams) -> None:
+    """Give each slot an owner, those in `MASKED` one with a grammar."""
     for slot in SLOTS.tolist():
         grammar = GRAMMAR if slot in MASKED else None
         of_slot = SamplingParams(
@@ -301,7 +307,6 @@ def sampler(kernels: Kernels | None, params: SamplingParams) -> Sampler:
             grammar=grammar,
         )
         made.bind(SlotBinding(slot, of_slot, 5, (), np.arange(5, dtype=np.int32)))
-    return made
 
 
 @pytest.mark.parametrize("held", [0, 1, 40])

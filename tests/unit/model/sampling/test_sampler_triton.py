@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT, SlotBinding
-from roseinfer.messages import SamplingParams
+from roseinfer.messages import SamplingParams, TokenLogprobs
 from roseinfer.model.sampling.edit_table import EditTable
 from roseinfer.model.sampling.sampler import Sampler
 from roseinfer.model.sampling.slot_table import SlotTable
 from roseinfer.model.sampling.torch import TorchSampling
+from tests.unit.model.sampling import test_logit_edits
 from tests.unit.model.triton_processes import Ahead, Worker, compiled, compiler_process, interpreter_process
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; the extra `test` has it")
@@ -68,8 +69,9 @@ def both(
 
     vocab_size = logits.shape[1]
     table, edits = table_of(vocab_size, owners), EditTable(len(owners), vocab_size, 0, CPU)
+    numbers = torch.zeros(len(logits), 42, dtype=torch.float64)
     expected = TorchSampling(table, CPU).tokens(logits, slots.int().numpy(), positions.int().numpy())
-    return choose(logits, slots, positions, table, edits).tolist(), expected.tolist()
+    return choose(logits, slots, positions, table, edits, numbers).tolist(), expected.tolist()
 
 
 def random_logits(num_rows: int, vocab_size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -193,7 +195,7 @@ def edited(owners: Sequence[SamplingParams], vocab_size: int, num_steps: int) ->
         told[0].append(kernels.sample(rows, slots, positions)[0].tolist())
         told[2].append(textbook.sample(rows, slots, positions)[0].tolist())
         if captured.can_capture(slots, positions):
-            captured.refresh(slots, positions)
+            captured.prepare(slots, positions, None)
             tokens = captured.sample_captured(rows, torch.from_numpy(slots), torch.from_numpy(positions))
             told[1].append(tokens.tolist())
     return told
@@ -236,6 +238,75 @@ def test_tokens_that_were_drafted_count_if_they_held(interpreter: Worker) -> Non
     """Torch draws beside drafted tokens, and the kernels go on from what held."""
     alone, among_drafts = interpreter.call(drafting, SamplingParams(seed=4, frequency_penalty=0.8, max_tokens=30), 20)
     assert among_drafts == alone
+
+
+def told_logprobs(vocab_size: int) -> list[list[TokenLogprobs | None]]:
+    """Of each row, by the kernels, by the kernels in a graph, and by torch."""
+    owners = [
+        SamplingParams(temperature=0.0, num_logprobs=0),
+        SamplingParams(seed=1),
+        SamplingParams(seed=2, top_k=20, temperature=3.0, num_logprobs=20),
+        SamplingParams(seed=3, temperature=9.0, num_logprobs=3, logit_bias={5: 2.0}, presence_penalty=1.0),
+        SamplingParams(temperature=0.0, num_logprobs=2, min_tokens=2, stop_token_ids=(1, 2)),
+    ]
+    kernels, textbook = samplers(owners, vocab_size)
+    slots = np.arange(len(owners), dtype=np.int32)
+    positions, rows = slots * 0 + 3, random_logits(len(owners), vocab_size, torch.bfloat16)
+    rows[4] = rows[4].round()  # many that are equal: of these torch.topk takes any
+    told = []
+    for sampler in (kernels, textbook):
+        _, logprobs = sampler.sample(rows, slots, positions)
+        assert logprobs is not None
+        told.append(logprobs.fetch().to_host(len(owners)))
+    captured, _ = samplers(owners, vocab_size)
+    assert captured.can_capture(slots, positions)
+    captured.prepare(slots, positions, None)
+    captured.sample_captured(rows, torch.from_numpy(slots), torch.from_numpy(positions))
+    logprobs = captured.captured_logprobs(slots)
+    assert logprobs is not None
+    return [*told, logprobs.fetch().to_host(len(owners))]
+
+
+@pytest.mark.parametrize("vocab_size", [25, 9001])
+def test_log_probabilities(interpreter: Worker, vocab_size: int) -> None:
+    """Of the model's own logits, whatever a token was drawn by."""
+    kernels, textbook, captured = interpreter.call(told_logprobs, vocab_size)
+    assert captured == kernels
+    rows = random_logits(len(kernels), vocab_size, torch.bfloat16).float()
+    rows[4] = rows[4].round()
+    ids = rows.sort(descending=True, stable=True).indices.tolist()
+    for row, (computed, expected) in enumerate(zip(kernels, textbook, strict=True)):
+        if computed is None or expected is None:
+            assert computed is expected is None
+            continue
+        assert computed.rank == expected.rank
+        assert computed.logprob == pytest.approx(expected.logprob, abs=1e-5)
+        assert computed.top_token_ids == ids[row][: len(expected.top_token_ids)]
+        assert computed.top_logprobs == pytest.approx(expected.top_logprobs, abs=1e-5)
+
+
+def masked(params: SamplingParams) -> list[list[int]]:
+    """Tokens under grammars and without, by the kernels, by the kernels in a graph, and by torch."""
+    slots, positions = test_logit_edits.SLOTS, test_logit_edits.POSITIONS
+    told: list[list[int]] = [[], [], []]
+    for seed in range(3):
+        kernels, captured, textbook = (test_logit_edits.sampler(None, params) for _ in range(3))
+        for made in (kernels, captured):
+            made._use_triton(max_model_len=40)
+            test_logit_edits.bind_all(made, params)
+        rows = random_logits(len(slots), test_logit_edits.VOCAB, torch.float32, seed)
+        told[0] += kernels.sample(rows, slots, positions, test_logit_edits.masks())[0].tolist()
+        told[2] += textbook.sample(rows, slots, positions, test_logit_edits.masks())[0].tolist()
+        assert captured.can_capture(slots, positions)
+        captured.prepare(slots, positions, test_logit_edits.masks())
+        told[1] += captured.sample_captured(rows, torch.from_numpy(slots), torch.from_numpy(positions)).tolist()
+    return told
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), SamplingParams(top_k=5, top_p=0.9)], ids=str)
+def test_masks_of_grammars(interpreter: Worker, params: SamplingParams) -> None:
+    kernels, captured, expected = interpreter.call(masked, params)
+    assert captured == kernels == expected
 
 
 def own_faults() -> list[list[int]]:
