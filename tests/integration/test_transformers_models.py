@@ -6,6 +6,8 @@ differ by rounding alone.
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -299,6 +301,27 @@ def test_an_untested_type_is_compared_at_load(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("roseinfer.model.families.transformers_layers._ACTIVATIONS", {"GELUTanh": "silu"})
     with pytest.raises(ConfigError, match="comes out otherwise than in transformers"):
         load(reference, tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "qwen3_moe"])
+def test_the_compiler_is_not_imported(model_type: str, tmp_path: Path) -> None:
+    """It would be 106 MB in every engine, for decorators."""
+    random_model(model_type).save_pretrained(tmp_path)
+    program = f"""
+import sys
+from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
+from roseinfer.model.runner import load_runner
+
+config = Config(ModelConfig({str(tmp_path)!r}), CacheConfig(num_blocks=99), runner=RunnerConfig(kernels="off"))
+assert load_runner(config, 1, print).info.model_type == {model_type!r}
+assert "torch._dynamo" not in sys.modules
+
+import torch
+
+assert torch.compiler.disable(len) is not len
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_weights_stay_in_the_file_until_a_layer_copies_them(tmp_path: Path) -> None:
