@@ -148,7 +148,10 @@ def test_missing_targets_are_missed_by_their_job(helm: HelmProcess, monitor: str
     (job,) = [each["replacement"] for each in endpoint["relabelings"] if each.get("targetLabel") == "job"]
     waiting = {"action": "drop", "sourceLabels": ["__meta_kubernetes_pod_phase"], "regex": "Pending"}
     assert waiting in endpoint["relabelings"], "a pod that waits for its model would page as missing"
-    assert f'up{{namespace="serving",job="{job}"}}' in rules["RoseinferTargetMissing"]["expr"]
+    missing = rules["RoseinferTargetMissing"]["expr"]
+    assert f'up{{namespace="serving",job="{job}"}}' in missing
+    assert f"kube_pod_init_container_status_running{{{SELECTOR}}} == 1" in missing
+    assert f"time() - kube_pod_created{{{SELECTOR}}} < 3600" in missing, "model.timeoutSeconds"
 
 
 def test_two_releases_record_and_judge_their_own(helm: HelmProcess) -> None:

@@ -63,14 +63,38 @@ def test_every_alert_is_silent_when_it_is_nearly_wrong(tmp_path: Path) -> None:
     run(tmp_path, ["alerts.yaml"], [alert_test(case, case.silent, fires=False) for case in CASES])
 
 
-def test_a_target_that_nobody_knows_is_missing_too(tmp_path: Path) -> None:
-    case = next(case for case in CASES if case.alert == "RoseinferTargetMissing")
-    rule = ALERTS[case.alert]
+def no_target_test(history: History, *, fires: bool, at: int = 12) -> PromTest:
+    """What RoseinferTargetMissing says where no target of ours is known."""
+    name = "RoseinferTargetMissing"
     told = "Target   does not answer, or there is no target of that job."
-    fired = {"exp_labels": rule["labels"], "exp_annotations": {**rule["annotations"], "description": told}}
-    expected = {"eval_time": "12m", "alertname": case.alert, "exp_alerts": [fired]}
-    other = inputs({series("up", {"job": "node"}): "1x60"})
-    run(tmp_path, ["alerts.yaml"], [{"interval": "1m", "input_series": other, "alert_rule_test": [expected]}])
+    annotations = {**ALERTS[name]["annotations"], "description": told}
+    fired = [{"exp_labels": ALERTS[name]["labels"], "exp_annotations": annotations}]
+    expected = {"eval_time": f"{at}m", "alertname": name, "exp_alerts": fired if fires else []}
+    others = {series("up", {"job": "node"}): "1x200"}
+    return {"interval": "1m", "input_series": inputs(others | history), "alert_rule_test": [expected]}
+
+
+def test_a_target_that_nobody_knows_is_missing_too(tmp_path: Path) -> None:
+    run(tmp_path, ["alerts.yaml"], [no_target_test({}, fires=True)])
+
+
+def test_no_target_is_missing_while_the_model_is_fetched(tmp_path: Path) -> None:
+    def pod(name: str, running: str) -> History:
+        labels = {"namespace": "demo", "pod": name}
+        return {
+            series("kube_pod_created", labels): "0x200",  # promtool's clock begins at 0
+            series("kube_pod_init_container_status_running", labels, container="fetch-model"): running,
+            series("kube_pod_init_container_status_running", labels, container="istio-init"): "0x200",
+        }
+
+    tests = [
+        no_target_test(pod("roseinfer-0", "1x200"), fires=False),
+        no_target_test(pod("roseinfer-0", "1x200"), fires=False, at=62),
+        no_target_test(pod("roseinfer-0", "1x200"), fires=True, at=70),  # it takes longer than it may
+        no_target_test(pod("roseinfer-0", "1x3 0x200"), fires=True, at=12),  # it ended, and there is still no target
+        no_target_test(pod("other-0", "1x200"), fires=True),
+    ]
+    run(tmp_path, ["alerts.yaml"], tests)
 
 
 def ratio(name: str, value: float) -> PromTest:

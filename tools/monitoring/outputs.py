@@ -27,11 +27,12 @@ PLACEHOLDERS = {
     "@RECORDED_SELECTOR@": "",  # of the series that these rules record, by namespace, job and model_name
     "@TARGETS@": 'job=~".*roseinfer.*"',  # matchers of the targets that must be there
     "@GPU_SELECTOR@": "",  # matchers of the GPUs' series
-    "@KUBELET@": 'pod=~".*roseinfer.*"',  # matchers of the pods that the kubelet probes
+    "@POD_SELECTOR@": 'pod=~".*roseinfer.*"',  # matchers of the pods, of the kubelet's series and kube-state-metrics'
     "@RUNBOOK@": "docs/operations.md",
     "@GRAFANA@": "",  # what stands before /d/roseinfer-…
     "@STALL_SECONDS@": "5",  # a sixth of engine.step_timeout_s, after which the engine is ended
     "@START_SECONDS@": "300",  # half of what a start may take: after all of it the server is ended, and starts again
+    "@FETCH_SECONDS@": "3600",  # how long an init container may take to bring the model
     "@DRAIN_SECONDS@": "60",  # half of what a drain may take
     **{f"@{each.key.upper()}_SECONDS@": each.threshold for each in OBJECTIVES if each.threshold},
     **{f"@{each.key.upper()}_OBJECTIVE@": each.wanted for each in OBJECTIVES},

@@ -96,11 +96,12 @@ say whose it is in exported_namespace, or in namespace where labels are honoured
   | replace "@RECORDED_SELECTOR@" (include "roseinfer.recordedSelector" .)
   | replace "@TARGETS@" (include "roseinfer.targets" .)
   | replace "@GPU_SELECTOR@" (printf "exported_namespace=~\"%s|\"" .Release.Namespace)
-  | replace "@KUBELET@" (include "roseinfer.selector" .)
+  | replace "@POD_SELECTOR@" (include "roseinfer.selector" .)
   | replace "@STALL_SECONDS@" (divf $step 6 | toString)
   | replace "@RUNBOOK@" .Values.prometheusRule.runbook
   | replace "@GRAFANA@" (.Values.prometheusRule.grafana | trimSuffix "/")
   | replace "@START_SECONDS@" (div (include "roseinfer.startupSeconds" . | int) 2 | toString)
+  | replace "@FETCH_SECONDS@" (.Values.model.timeoutSeconds | int | toString)
   | replace "@DRAIN_SECONDS@" (div (include "roseinfer.drainSeconds" . | int) 2 | toString)
   | replace "@TTFT_SECONDS@" (include "roseinfer.bound" $slo.ttft.thresholdSeconds)
   | replace "@ITL_SECONDS@" (include "roseinfer.bound" $slo.itl.thresholdSeconds)
