@@ -48,6 +48,27 @@ async def test_a_conversation_becomes_the_tokens_that_a_chat_would_see() -> None
     assert closed["tokens"] == ids("<user>Hi\n")
 
 
+@pytest.mark.parametrize("prompt", ["Hé", ["a", "Hé"], [5, 6], [[5], [6, 7]]])
+async def test_a_completion_is_rendered_into_the_tokens_that_it_would_see(prompt: Any) -> None:
+    engine = ScriptedEngine(says("a"))
+    async with serving(engine, text=text_model(with_bos=True)) as server:
+        rendered = await post(server, "/v1/completions/render", prompt=prompt, max_tokens=5, cache_salt="s")
+        num_before = len(engine.requests)
+        await server.complete(prompt=prompt)
+    assert num_before == 0, "nothing is generated"
+    assert rendered == [{"token_ids": request.prompt_token_ids} for request in engine.requests]
+
+
+async def test_a_chat_is_rendered_into_the_tokens_that_it_would_see() -> None:
+    engine = ScriptedEngine(says("a"))
+    async with serving(engine) as server:
+        rendered = await post(server, "/v1/chat/completions/render", messages=MESSAGES, max_tokens=5, stream=True)
+        await server.chat(messages=MESSAGES)
+        refused = await server.request("POST", "/v1/chat/completions/render", json={"messages": []})
+    assert rendered == {"token_ids": engine.requests[0].prompt_token_ids}
+    assert (refused.status, refused.error["param"]) == (400, "messages")
+
+
 async def test_there_and_back() -> None:
     async with serving(ScriptedEngine()) as server:
         for text in ("", "Hé ☃", "x" * (INLINE_CHARS + 1)):

@@ -14,7 +14,7 @@ from roseinfer.server.anthropic.errors import PATH, add_request_id, error_form
 from roseinfer.server.connection.listener import Listener
 from roseinfer.server.connection.scraping import Scrape
 from roseinfer.server.exchange import Ledgers
-from roseinfer.server.openai import chat, completions, embeddings, responses, tokenize
+from roseinfer.server.openai import chat, completions, embeddings, render, responses, tokenize
 from roseinfer.server.ops import debug_access, probes
 from roseinfer.server.ops.pages import Pages
 from roseinfer.server.ops.pages import routes as page_routes
@@ -70,7 +70,9 @@ def build_app(service: Service, instruments: Instruments) -> web.Application:
     """The API port."""
     routes = [
         web.post("/v1/completions", completions.create_completion),
+        web.post("/v1/completions/render", render.render_completion),
         web.post("/v1/chat/completions", chat.create_chat_completion),
+        web.post("/v1/chat/completions/render", render.render_chat),
         web.post("/v1/responses", responses.create_response),
         web.post("/v1/responses/input_tokens", responses.count_input_tokens),
         web.post("/v1/embeddings", embeddings.create_embeddings),

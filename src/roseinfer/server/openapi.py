@@ -59,6 +59,7 @@ class Operation(NamedTuple):
     is_streamed: bool = False
     error: type[msgspec.Struct] = replies.ErrorReply
     unready: type[msgspec.Struct] | None = None  # what a 503 answers that is no error
+    is_list: bool = False  # the answer has several of `reply`
 
 
 OPERATIONS = (
@@ -71,7 +72,24 @@ OPERATIONS = (
         CompletionBody,
         is_streamed=True,
     ),
+    Operation(
+        "post",
+        "/v1/completions/render",
+        "The token ids of such prompts",
+        replies.RenderReply,
+        (*_TEXT, errors.PromptTooLong),
+        CompletionBody,
+        is_list=True,
+    ),
     Operation("post", "/v1/chat/completions", "The next turn", replies.ChatReply, _TOKENS, ChatBody, is_streamed=True),
+    Operation(
+        "post",
+        "/v1/chat/completions/render",
+        "The token ids of such a prompt",
+        replies.RenderReply,
+        (*_TEXT, errors.PromptTooLong),
+        ChatBody,
+    ),
     Operation(
         "post",
         "/v1/responses",
@@ -155,7 +173,7 @@ async def handle(request: web.Request) -> web.Response:
 
 def document(model_names: Sequence[str], info: EngineInfo, *, has_keys: bool) -> Schema:
     """The whole document."""
-    bodies = [operation.body for operation in OPERATIONS if operation.body is not None]
+    bodies = list(dict.fromkeys(operation.body for operation in OPERATIONS if operation.body is not None))
     answers = [operation.reply for operation in OPERATIONS if not isinstance(operation.reply, str)]
     failures = dict.fromkeys(operation.error for operation in OPERATIONS)
     _, components = msgspec.json.schema_components([*bodies, *answers, *failures], ref_template=_REF)
@@ -274,7 +292,7 @@ def _responses(operation: Operation) -> Schema:
     if isinstance(operation.reply, str):
         content: Schema = {operation.reply: {"schema": {"type": "string"}} if "text" in operation.reply else {}}
     else:
-        content = _json_of(operation.reply)
+        content = _json_of(operation.reply, is_list=operation.is_list)
     if operation.is_streamed:
         content["text/event-stream"] = {}
     responses: Schema = {"200": {"description": "Done.", "content": content, "headers": _HEADERS}}
@@ -300,5 +318,6 @@ _HEADERS = {"X-Request-Id": {"schema": {"type": "string"}}}
 _RETRY = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds."}}
 
 
-def _json_of(struct: type[msgspec.Struct]) -> Schema:
-    return {"application/json": {"schema": {"$ref": _REF.format(name=struct.__name__)}}}
+def _json_of(struct: type[msgspec.Struct], *, is_list: bool = False) -> Schema:
+    schema: Schema = {"$ref": _REF.format(name=struct.__name__)}
+    return {"application/json": {"schema": {"type": "array", "items": schema} if is_list else schema}}

@@ -34,7 +34,7 @@ async def create_chat_completion(request: web.Request) -> web.StreamResponse:
 
 async def prepare(body: ChatBody, served: ServedModel) -> tuple[Job, "ChatDialect"]:
     """What to run, and the form of its answer. Raises RequestError."""
-    turn = await served.prepare_turn(_conversation(body))
+    turn = await served.prepare_turn(conversation_of(body))
     job = Job(
         body=body,
         prompts=[turn.prompt],
@@ -53,7 +53,8 @@ async def prepare(body: ChatBody, served: ServedModel) -> tuple[Job, "ChatDialec
     return job, form(parsers, body.stream_options, has_reasoning=body.shows_thoughts)
 
 
-def _conversation(body: ChatBody) -> Conversation:
+def conversation_of(body: ChatBody) -> Conversation:
+    """What the prompt is made of."""
     choice = body.function_choice
     return Conversation(
         turns=lambda: (message.for_template() for message in body.messages),

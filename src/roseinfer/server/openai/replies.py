@@ -200,6 +200,12 @@ class TokenizeReply(msgspec.Struct):
     token_strs: list[str] | None
 
 
+class RenderReply(msgspec.Struct):
+    """POST /v1/chat/completions/render; /v1/completions/render has a list of them, one for each prompt."""
+
+    token_ids: list[int]
+
+
 class DetokenizeReply(msgspec.Struct):
     """POST /detokenize."""
 
