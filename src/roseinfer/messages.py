@@ -169,6 +169,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     deadline_ns: int | None = None  # of the monotonic clock: it ends then, with what it has generated
     queue_deadline_ns: int | None = None  # it ends then if it has not been in a batch yet
     priority: int = 0  # lower goes sooner, under the admission policy `priority`
+    client_salt: str = ""  # the part of the salt that stood in the request, where routers see it too
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, gc=False):

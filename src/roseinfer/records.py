@@ -168,6 +168,7 @@ class CachedBlock(msgspec.Struct, frozen=True, gc=False):  # one a block: the co
     parent: bytes = b""  # the digest of the block before it; of the first, the root of its chain
     content: bytes | None = None  # its token ids as int32
     is_first: bool = False  # of its chain
+    client_salt: str = ""  # of the first: what the client itself gave of the chain's salt
 
 
 class EngineTimes(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -324,6 +324,7 @@ async def test_a_salt_narrows_and_never_widens() -> None:
     assert salts[1] == salts[3]
     assert len(set(salts)) == 4
     assert all(salt != "s" for salt in salts)
+    assert [request.client_salt for request in engine.requests] == ["", "s", "s", "s", "t"]
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ frames, the topic, a sequence number (8 bytes, big-endian) and `[time, [event, â
     ["BlockRemoved", [hash, â€¦], medium]
     ["AllBlocksCleared"]
 
-or a map of the same fields, whose names are in `_FIELDS`. A hash is the last 64 bits of the block's digest. Readers
-that missed messages ask the replay socket for those from a number on (8 bytes), and get them as they were, behind an
-empty frame, until one with the number -1.
+or a map of the same fields, whose names are in `_FIELDS`. A hash is the last 64 bits of the block's digest. The extra
+key is the salt that the request's body has, which routers see too. What an API key adds to the salt is not told, or
+they would find no prefix at all. Readers that missed messages ask the replay socket for those from a number on (8
+bytes), and get them as they were, behind an empty frame, until one with the number -1.
 
 The engine only hands its changes to a thread. When too many wait for it some are dropped, and in their place the
 readers are told that all blocks are gone: they may miss a block that is there, and never believe in one that is not.
 """
 
-import hashlib
 import socket
 import threading
 import time
@@ -44,7 +44,6 @@ _FIELDS = {
     "AllBlocksCleared": ("type",),
 }
 MAX_KEPT = 10_000  # messages for the replay socket
-_UNSALTED = hashlib.sha256(b"").digest()  # the root of chains without a salt
 _HIGH_WATER = 100_000  # messages that wait for a reader; then it misses some, and sees it by their numbers
 _CLOSE_TIMEOUT_S = 1.0
 
@@ -97,8 +96,8 @@ def _event(run: Sequence[CachedBlock], block_size: int, medium: str) -> Event:
         return ["BlockRemoved", hashes, medium]
     token_ids = np.frombuffer(b"".join(change.content or b"" for change in run), np.int32).tolist()
     extra_keys = None
-    if first.is_first and first.parent != _UNSALTED:
-        extra_keys = [[first.parent.hex()], *[None] * (len(run) - 1)]
+    if first.client_salt:
+        extra_keys = [[first.client_salt], *[None] * (len(run) - 1)]
     parent = None if first.is_first else _hash(first.parent)
     return ["BlockStored", hashes, parent, token_ids, block_size, None, medium, None, extra_keys]
 

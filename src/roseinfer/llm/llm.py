@@ -512,6 +512,7 @@ class LLM:
             output=output,
             stream_interval=self.config.server.stream_interval,
             cache_salt=cache_salt,
+            client_salt=cache_salt,
         )
 
     def _new_stream(self, params: SamplingParams) -> Stream:

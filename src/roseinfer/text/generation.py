@@ -33,6 +33,7 @@ class GenerationRequest:
     output: OutputOptions = TEXT_ONLY
     stream_interval: int | None = None  # tokens in a delta; None: each choice is read at its end
     cache_salt: str = ""
+    client_salt: str = ""  # of it, what the client gave itself
     priority: int = 0
     deadline_ns: int | None = None  # monotonic clock: the engine ends the sequences then
     queue_deadline_ns: int | None = None  # or then, if it has not begun them
@@ -68,6 +69,7 @@ class GenerationRequest:
                         prompt_token_ids=prompt.token_ids,
                         params=msgspec.structs.replace(params, seed=(seed + i) % NUM_SEEDS),
                         cache_salt=self.cache_salt,
+                        client_salt=self.client_salt,
                         deadline_ns=self.deadline_ns,
                         queue_deadline_ns=self.queue_deadline_ns,
                         priority=self.priority,

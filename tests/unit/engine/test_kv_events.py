@@ -135,7 +135,7 @@ def changes_of(count: int, salt: str = "") -> list[CachedBlock]:
     for i in range(count):
         content = np.arange(4 * i, 4 * i + 4, dtype=np.int32).tobytes()
         digest = hashlib.sha256(parent + content).digest()
-        changes.append(CachedBlock(i, digest, parent, content, not i))
+        changes.append(CachedBlock(i, digest, parent, content, not i, "" if i else salt))
         parent = digest
     return [*changes, CachedBlock(count - 1, parent)]
 
@@ -151,7 +151,21 @@ def test_blocks_that_follow_each_other_are_one_event() -> None:
 
 def test_a_salt_is_an_extra_key_of_the_first_block() -> None:
     salted, _ = decoded(events_of(changes_of(2, "mine"), 4, "CPU"))
-    assert salted.extra_keys == [[hashlib.sha256(b"mine").hexdigest()], None]
+    assert salted.extra_keys == [["mine"], None]
+
+
+def test_of_a_salt_no_more_is_told_than_the_client_gave() -> None:
+    """A router sees the body and no key: with the key's part in the events it would find nothing."""
+    engine = make_engine(num_blocks=32)
+    cache = engine.scheduler.kv_cache.prefix_cache
+    cache.changes, told = deque(), []
+    for salt, given in (("key", ""), ("key and mine", "mine"), ("", "")):
+        request = make_request(salt, list(range(3 * cache.block_size)), salt=salt, max_tokens=1)
+        engine.add_request(msgspec.structs.replace(request, client_salt=given))
+        run_to_end(engine)
+        told.append([event.extra_keys for event in decoded(events_of(list(cache.changes), cache.block_size, "CPU"))])
+        cache.changes.clear()
+    assert [keys and keys[0] for (keys,) in told] == [None, ["mine"], None]
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -20,6 +20,7 @@ class BlockChain:
     """The digests and contents of one sequence's full blocks, first to last; it only grows."""
 
     root: bytes
+    client_salt: str = ""
     digests: list[bytes] = field(default_factory=list)
     contents: list[bytes] = field(default_factory=list)  # the token ids of each block as int32
 
@@ -39,8 +40,8 @@ class PrefixCache:
         self._pending: Counter[bytes] = Counter()
         self.changes: deque[CachedBlock] = deque(maxlen=0)  # kept where somebody, who takes them, sets another
 
-    def new_chain(self, salt: str) -> BlockChain:
-        return BlockChain(hashlib.sha256(salt.encode()).digest())
+    def new_chain(self, salt: str, client_salt: str = "") -> BlockChain:
+        return BlockChain(hashlib.sha256(salt.encode()).digest(), client_salt)
 
     def extend(self, chain: BlockChain, token_ids: Int32Array) -> None:
         """Extend the chain to all full blocks of `token_ids`, which begin with the tokens it already covers."""
@@ -76,7 +77,8 @@ class PrefixCache:
             self._pending.pop(digest, None)
             if digest not in self._blocks:
                 parent = digests[index - 1] if index else chain.root
-                self._blocks[digest] = CachedBlock(block_id, digest, parent, chain.contents[index], not index)
+                salt = "" if index else chain.client_salt
+                self._blocks[digest] = CachedBlock(block_id, digest, parent, chain.contents[index], not index, salt)
                 self.changes.append(self._blocks[digest])
                 self._digest_of[block_id] = digest
                 self.pool.mark_cached(block_id, chain.root)

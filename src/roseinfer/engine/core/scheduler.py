@@ -110,7 +110,7 @@ class Scheduler:
             request=request,
             inbox_ns=inbox_ns,
             token_ids=np.asarray(request.prompt_token_ids, np.int32),
-            chain=self.kv_cache.prefix_cache.new_chain(request.cache_salt),
+            chain=self.kv_cache.prefix_cache.new_chain(request.cache_salt, request.client_salt),
             scores=None if request.params.num_prompt_logprobs is None else [],
         )
         self.sequences[request.request_id] = sequence

@@ -150,6 +150,7 @@ def generation_request(job: Job, dialect: Dialect, served: ServedModel) -> Gener
             spells_tags=job.reads_calls or job.grammar is not None,
         ),
         cache_salt=body.cache_salt,
+        client_salt=body.cache_salt,
         priority=body.priority,
         max_tokens_name=job.max_tokens_name,
     )

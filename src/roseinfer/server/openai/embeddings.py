@@ -94,6 +94,7 @@ async def prepare(body: EmbeddingsBody, served: ServedModel) -> GenerationReques
         prompts=list(map(EncodedPrompt, prompts, names)),
         params=params,
         cache_salt=body.cache_salt,
+        client_salt=body.cache_salt,
         priority=body.priority,
     )
 
