@@ -20,7 +20,8 @@ RUN command -v g++ > /dev/null || { \
         apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*; }
 # Two environments: pip stays in the one that is left behind.
 RUN python3 -m venv /build && python3 -m venv --without-pip /opt/roseinfer
-# Other extras of pyproject.toml, for instance "loadtest" for an image with Locust in it.
+# Other extras of pyproject.toml, for instance "loadtest" for an image with Locust in it. kv-events, a megabyte, is always
+# there: with it a release can tell routers what its prefix caches hold.
 ARG EXTRAS=""
 # A package index to ask besides the usual one. PyTorch's own index of processor-only wheels saves some gigabytes.
 ARG TORCH_INDEX=""
@@ -33,7 +34,7 @@ RUN --mount=type=bind,from=wheels,target=/wheels \
     if [ -n "$(ls /wheels)" ]; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=/wheels; fi \
     && /build/bin/python -c "import sys, tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
         extras = [project['optional-dependencies'][name] for name in sys.argv[1:] if name != 'cpu']; \
-        print(*project['dependencies'], *sum(extras, []), sep='\n')" "${DEVICE}" ${EXTRAS} \
+        print(*project['dependencies'], *sum(extras, []), sep='\n')" "${DEVICE}" kv-events ${EXTRAS} \
         > requirements.txt \
     && /build/bin/pip --python /opt/roseinfer/bin/python install -c constraints.txt -r requirements.txt \
     && rm -rf /opt/roseinfer/lib/python3*/site-packages/torch/test /opt/roseinfer/lib/python3*/site-packages/torch/include

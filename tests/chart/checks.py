@@ -60,6 +60,8 @@ def the_program_reads_its_configuration(release: Rendered) -> list[str]:
         return [f"{error.param}: {error.message}"]
     ports = container_ports(release)
     listens = {"http": config.server.port, "ops": config.server.ops_port}
+    events = {"kv-events": config.kv_events.endpoint, "kv-replay": config.kv_events.replay_endpoint}
+    listens |= {name: int(address.rpartition(":")[2]) for name, address in events.items() if address}
     return [] if ports == listens else [f"the container has ports {ports} and the program listens on {listens}"]
 
 

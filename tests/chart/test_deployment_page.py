@@ -1,6 +1,8 @@
 """What docs/deployment.md tells people to give is accepted, and what it promises is so."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -8,6 +10,7 @@ import yaml
 from tests.chart.checks import CHECKS, configured
 from tests.chart.helm_process import CHART, NEWEST, OLDEST, ROOT, HelmProcess, Object, Rendered
 from tests.chart.policy import Source, admits
+from tests.chart.test_monitoring import promtool_accepts
 
 PAGE = (ROOT / "docs" / "deployment.md").read_text()
 BLOCKS: list[Object] = [
@@ -68,10 +71,15 @@ def test_every_object_is_valid(helm: HelmProcess) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(helm: HelmProcess) -> Rendered:
-    """What the whole way installs, on the page's own terms: the release is `demo`, the namespace `serving`."""
+def whole_values() -> Object:
     (values,) = [block for block in VALUES if "inferencePool" in block]
-    return helm.render(values, namespace="serving", release="demo")
+    return values
+
+
+@pytest.fixture(scope="module")
+def whole(helm: HelmProcess, whole_values: Object) -> Rendered:
+    """What the whole way installs, on the page's own terms: the release is `demo`, the namespace `serving`."""
+    return helm.render(whole_values, namespace="serving", release="demo")
 
 
 def test_the_whole_way_is_valid_and_sound(helm: HelmProcess, whole: Rendered) -> None:
@@ -79,6 +87,32 @@ def test_the_whole_way_is_valid_and_sound(helm: HelmProcess, whole: Rendered) ->
     assert [complaint for check in CHECKS for complaint in check(whole)] == []
     kinds = {each["kind"] for each in whole.objects}
     assert {"InferencePool", "HTTPRoute", "ScaledObject", "ServiceMonitor", "PrometheusRule", "Job"} <= kinds
+
+
+def test_prometheus_and_grafana_read_what_the_whole_way_gives_them(whole: Rendered, tmp_path: Path) -> None:
+    assert promtool_accepts(whole.one("PrometheusRule")["spec"], tmp_path / "rules.yaml")
+    boards = [each["data"] for each in whole.of("ConfigMap") if "-dashboard-" in each["metadata"]["name"]]
+    assert len(boards) == 5
+    for (text,) in map(dict.values, boards):
+        assert json.loads(text)["panels"]
+
+
+def test_a_picker_that_hears_of_blocks_fits_into_the_whole_way(helm: HelmProcess, whole_values: Object) -> None:
+    """With keys it asks the container beside it for tokens, as the page says."""
+    (events,) = [block for block in VALUES if "kvEvents" in block]
+    url, name = re.findall(r"`kvEvents.renderURL:\s+(\S+)`|`config.server.served_model_name: (\S+)`", PAGE)
+    values = {**whole_values, "config": {"server": {"served_model_name": name[1]}}}
+    values["kvEvents"] = events["kvEvents"] | {"renderURL": url[0]}
+    values["networkPolicy"] = whole_values["networkPolicy"] | events["networkPolicy"]
+    release = helm.render(values, namespace="serving", release="demo")
+    assert helm.invalid(release, NEWEST) == []
+    assert [complaint for check in CHECKS for complaint in check(release)] == []
+    (picker,) = [each["spec"]["template"]["metadata"] for each in OBJECTS if each["kind"] == "Deployment"]
+    assert admits(release, Source(picker["labels"]), "kv-events")
+    assert not admits(release, Source({}, "gateways"), "kv-events")
+    config = yaml.safe_load(release.one("ConfigMap", "-picker")["data"]["picker.yaml"])
+    (tokens,) = [each["parameters"] for each in config["plugins"] if each["type"] == "token-producer"]
+    assert tokens == {"modelName": "Qwen/Qwen3-0.6B", "vllm": {"url": "http://localhost:8000"}}
 
 
 def test_the_whole_way_fits_together(whole: Rendered) -> None:
@@ -93,6 +127,8 @@ def test_the_whole_way_fits_together(whole: Rendered) -> None:
     assert f"--pool-name={pool['metadata']['name']}" in container["args"]
     assert pool["spec"]["endpointPickerRef"]["name"] == objects["Service"]["metadata"]["name"]
     assert pool["spec"]["endpointPickerRef"]["port"]["number"] == objects["Service"]["spec"]["ports"][0]["port"]
+    service = objects["Service"]["metadata"]
+    assert objects["DestinationRule"]["spec"]["host"] == f"{service['name']}.{service['namespace']}.svc.cluster.local"
     assert objects["Service"]["spec"]["selector"] == picker["metadata"]["labels"]
     (volume,) = picker["spec"]["volumes"]
     config = whole.one("ConfigMap", volume["configMap"]["name"])["data"]["picker.yaml"]

@@ -34,6 +34,7 @@ MISTAKES = [  # values, what the message has to contain
     ("{prometheusRule: {slo: {itl: {objective: 99}}}}", "at '/prometheusRule/slo/itl/objective'"),
     ("{tracing: {protocol: grpc}}", "at '/tracing': additional properties 'protocol'"),
     ("{httpRoute: {backendTLS: {hostname: 'https://a'}}}", "at '/httpRoute/backendTLS/hostname'"),
+    ("{kvEvents: {renderURL: 'localhost:8000'}}", "at '/kvEvents/renderURL'"),
     ("{networkPolicy: {metricsFrom: [{}]}}", "at '/networkPolicy/metricsFrom/0'"),
     ("{networkPolicy: {metricsFrom: [{podSelectr: {}}]}}", "at '/networkPolicy/metricsFrom/0'"),
     ("{inferencePool: {failureMode: Open}}", "at '/inferencePool/failureMode'"),
@@ -42,6 +43,7 @@ MISTAKES = [  # values, what the message has to contain
     ("{env: [{name: A, vaule: b}]}", "at '/env/0'"),
 ]
 
+POOL = "inferencePool: {enabled: true, endpointPickerRef: {name: a}}"
 CONTRADICTIONS = [
     ("{lifecycle: {terminationGracePeriodSeconds: 142}}", "lifecycle.terminationGracePeriodSeconds is 142 and must be"),
     ("{lifecycle: {preStopSeconds: 100, terminationGracePeriodSeconds: 150}}", "must be above 227"),
@@ -120,6 +122,28 @@ CONTRADICTIONS = [
     (
         "{inferencePool: {enabled: true, endpointPickerRef: {name: a}}, tls: {existingSecret: s}}",
         "inferencePool.enabled with TLS on the API port",
+    ),
+    ("{kvEvents: {enabled: true}}", "networkPolicy.kvEventsFrom is empty"),
+    ("{kvEvents: {renderURL: 'http://a'}}", "kvEvents.renderURL is given and kvEvents.enabled is false"),
+    (
+        "{kvEvents: {enabled: true, port: 8001}, networkPolicy: {enabled: false}}",
+        "kvEvents.port and config.server.ops_port are the same",
+    ),
+    (
+        "{kvEvents: {enabled: true, replayPort: 5557}, networkPolicy: {enabled: false}}",
+        "kvEvents.replayPort and kvEvents.port are the same",
+    ),
+    (
+        "{kvEvents: {enabled: true}, networkPolicy: {enabled: false}, config: {cache: {prefix_caching: false}}}",
+        "config.cache.prefix_caching is false",
+    ),
+    (
+        f"{{kvEvents: {{enabled: true}}, networkPolicy: {{enabled: false}}, apiKeys: {{existingSecret: s}}, {POOL}}}",
+        "say by kvEvents.renderURL who tells it",
+    ),
+    (
+        "{kvEvents: {enabled: true}, networkPolicy: {enabled: false}, config: {kv_events: {endpoint: 'tcp://*:1'}}}",
+        "config.kv_events.endpoint is tcp://*:1, and kvEvents.port says tcp://*:5557",
     ),
     ("{inferencePool: {enabled: true}}", "inferencePool.enabled needs inferencePool.endpointPickerRef.name"),
     ("{httpRoute: {enabled: true}}", "httpRoute.enabled needs httpRoute.parentRefs"),

@@ -14,7 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
 
 from roseinfer.bench.load.launcher import START_TIMEOUT_S, free_port
 from roseinfer.config.options import DEMO_MODEL
@@ -33,6 +35,7 @@ class Pod:
     process: "subprocess.Popen[bytes]"
     api_port: int
     ops_port: int
+    replay_port: int
     key_file: Path
     log_path: Path
     notes: str
@@ -73,6 +76,8 @@ def pod(helm: HelmProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         "config": {"server": {"port": free_port(), "ops_port": free_port()}, "runner": {"num_threads": 1}},
         "apiKeys": {"existingSecret": "keys"},
         "tls": {"existingSecret": "certificate"},
+        "kvEvents": {"enabled": True, "port": free_port(), "replayPort": free_port()},
+        "networkPolicy": {"kvEventsFrom": [{"podSelector": {}}]},
     }
     release = helm.render(values)
     config = directory / "config.yaml"
@@ -80,7 +85,8 @@ def pod(helm: HelmProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     text = release.config_text.replace("/etc/roseinfer/keys", str(keys.parent))
     config.write_text(text.replace("/etc/roseinfer/tls", str(directory / "tls")))
     files = {"/etc/roseinfer/config.yaml": str(config)}
-    program, *arguments = [files.get(word, word) for word in release.server["command"]]
+    words = [files.get(word, word) for word in release.server["command"]]
+    program, *arguments = [word.replace("$(POD_IP)", "127.0.0.1") for word in words]  # as Kubernetes fills it in
     assert program == "roseinfer"
     # What Kubernetes would add for a Service of that name where links are on, and what the image has of its own.
     links = {"ROSEINFER_PORT": "tcp://10.0.0.1:80", "ROSEINFER_SERVICE_HOST": "10.0.0.1"}
@@ -91,7 +97,7 @@ def pod(helm: HelmProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             [sys.executable, "-m", program, *arguments], stdout=log, stderr=log, env=os.environ | traps
         )
     ports = {port["name"]: port["containerPort"] for port in release.server["ports"]}
-    started = Pod(process, ports["http"], ports["ops"], keys, log_path, release.notes)
+    started = Pod(process, ports["http"], ports["ops"], ports["kv-replay"], keys, log_path, release.notes)
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
         while started.status(release.server["readinessProbe"]["httpGet"]["path"]) != 200:
@@ -140,6 +146,17 @@ def test_the_notes_command_is_exact(pod: Pod) -> None:
 
 def test_the_helm_test_fails_when_the_server_refuses(pod: Pod) -> None:
     assert run(STREAM_ONE, pod.url).returncode != 0
+
+
+def test_a_router_hears_of_the_cache_under_the_pods_address(pod: Pod) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as replay:
+        replay.setsockopt(zmq.LINGER, 0)
+        replay.setsockopt(zmq.RCVTIMEO, 60_000)
+        replay.connect(f"tcp://127.0.0.1:{pod.replay_port}")
+        replay.send_multipart((b"", bytes(8)))
+        _, topic, number, payload = replay.recv_multipart()
+    assert topic.decode() == f"kv@127.0.0.1:{pod.api_port}@roseinfer-demo"
+    assert (number, msgspec.msgpack.decode(payload)[1]) == (bytes(8), [["AllBlocksCleared"]])
 
 
 def test_what_may_be_debugged_needs_a_key(pod: Pod) -> None:

@@ -88,7 +88,7 @@ class ImageStore:
         """A folder with the wheel of every package that the image needs, and of what builds ours."""
         tree = tomllib.loads((ROOT / "pyproject.toml").read_text())
         project = tree["project"]
-        extras = project["optional-dependencies"][EXTRA]
+        extras = [*project["optional-dependencies"][EXTRA], *project["optional-dependencies"]["kv-events"]]
         needed = [*project["dependencies"], *extras, *tree["build-system"]["requires"]]
         folder = self.directory / f"wheels-{digest(*needed, (ROOT / 'constraints.txt').read_text())}"
         if not (folder / ".whole").exists():

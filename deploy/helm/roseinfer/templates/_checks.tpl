@@ -36,6 +36,32 @@ of spans (less than two). The grace period has to outlast their sum, or the kube
 {{- include "roseinfer.checkScaling" . }}
 {{- include "roseinfer.checkMonitoring" . }}
 {{- include "roseinfer.checkRoutes" . }}
+{{- include "roseinfer.checkKVEvents" . }}
+{{- end }}
+
+{{- define "roseinfer.checkKVEvents" -}}
+{{- $events := .Values.kvEvents }}
+{{- if $events.enabled }}
+{{- $taken := dict (include "roseinfer.apiPort" .) "config.server.port" (include "roseinfer.opsPort" .) "config.server.ops_port" }}
+{{- range $name := list "port" "replayPort" }}
+{{- $port := get $events $name | int | toString }}
+{{- if hasKey $taken $port }}
+{{- fail (printf "kvEvents.%s and %s are the same" $name (get $taken $port)) }}
+{{- end }}
+{{- $_ := set $taken $port (printf "kvEvents.%s" $name) }}
+{{- end }}
+{{- if eq (include "roseinfer.option" (dict "context" . "section" "cache" "name" "prefix_caching" "default" true)) "false" }}
+{{- fail "kvEvents.enabled and config.cache.prefix_caching is false: there are no prefixes to tell of" }}
+{{- end }}
+{{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.kvEventsFrom) }}
+{{- fail "kvEvents.enabled and networkPolicy.kvEventsFrom is empty, so that nobody reaches the events: name the picker or router there" }}
+{{- end }}
+{{- if and .Values.inferencePool.enabled .Values.apiKeys.existingSecret (not $events.renderURL) }}
+{{- fail "kvEvents.enabled and inferencePool.enabled with apiKeys.existingSecret: the picker, which has no key, cannot ask the API port for the tokens of a prompt; say by kvEvents.renderURL who tells it, such as http://localhost:8000 for `vllm launch render` in its pod" }}
+{{- end }}
+{{- else if $events.renderURL }}
+{{- fail "kvEvents.renderURL is given and kvEvents.enabled is false: the picker's configuration would not have it" }}
+{{- end }}
 {{- end }}
 
 {{- define "roseinfer.checkPorts" -}}

@@ -51,6 +51,10 @@ What another value decides cannot be given in `config` too, unless it is the sam
 {{- end }}
 {{- $decided = append $decided (dict "section" "tracing" "name" "ratio" "value" .Values.tracing.samplerRatio "by" "tracing.samplerRatio") }}
 {{- end }}
+{{- if .Values.kvEvents.enabled }}
+{{- $decided = append $decided (dict "section" "kv_events" "name" "endpoint" "value" (printf "tcp://*:%d" (int .Values.kvEvents.port)) "by" "kvEvents.port") }}
+{{- $decided = append $decided (dict "section" "kv_events" "name" "replay_endpoint" "value" (printf "tcp://*:%d" (int .Values.kvEvents.replayPort)) "by" "kvEvents.replayPort") }}
+{{- end }}
 {{- if .Values.profiling.enabled }}
 {{- $decided = append $decided (dict "section" "observe" "name" "capture_dir" "value" "/captures" "by" "profiling.enabled") }}
 {{- end }}
@@ -80,6 +84,14 @@ A process sees all cores of its node, and a quota only as being stopped: more th
 {{- else if $cpu }}
 {{- max 1 ($cpu | float64 | floor | int) }}
 {{- end }}
+{{- end }}
+
+{{/* The names that clients give the model, as JSON; the first is the one that the server itself tells. */}}
+{{- define "roseinfer.modelNames" -}}
+{{- $names := include "roseinfer.option" (dict "context" . "section" "server" "name" "served_model_name" "default" "") }}
+{{- $path := include "roseinfer.option" (dict "context" . "section" "model" "name" "path" "default" "roseinfer/demo") }}
+{{- $names = empty $names | ternary (eq $path "roseinfer/demo" | ternary "roseinfer-demo" (base $path)) $names }}
+{{- hasPrefix "[" $names | ternary ($names | trimPrefix "[" | trimSuffix "]" | splitList " ") (list $names) | toJson }}
 {{- end }}
 
 {{- define "roseinfer.apiPort" -}}

@@ -43,6 +43,16 @@ exec:
 - --runner.kernels-dir
 - {{ . | quote }}
 {{- end }}
+{{- if .Values.kvEvents.enabled }}
+- --kv-events.topic
+- {{ include "roseinfer.kvTopic" . | quote }}
+{{- end }}
+{{- end }}
+
+{{/* For llm-d's picker the pod's address and port are its name; older ones know no other than that of the topic. */}}
+{{- define "roseinfer.kvTopic" -}}
+{{- $topic := printf "kv@$(POD_IP):%s@%s" (include "roseinfer.apiPort" .) (include "roseinfer.modelNames" . | fromJsonArray | first) }}
+{{- include "roseinfer.option" (dict "context" . "section" "kv_events" "name" "topic" "default" $topic) }}
 {{- end }}
 
 {{/* What `env` of the values names too is left to it: an API server refuses a list with two of a name. */}}
@@ -60,6 +70,12 @@ exec:
 {{- if and (or .Values.modelCache.readOnly $isFetched) (not (has "HF_HUB_OFFLINE" $given)) }}
 - name: HF_HUB_OFFLINE
   value: "1"
+{{- end }}
+{{- if and .Values.kvEvents.enabled (not (has "POD_IP" $given)) }}
+- name: POD_IP
+  valueFrom:
+    fieldRef:
+      fieldPath: status.podIP
 {{- end }}
 {{- include "roseinfer.userEnv" . }}
 {{- if .Values.tracing.enabled }}
