@@ -3,7 +3,11 @@
 A process of its own, since Ray leaves threads and handlers of signals in the process that it was in.
 """
 
+import http.client
 import json
+import os
+import re
+import signal
 import sys
 import time
 import urllib.request
@@ -20,8 +24,10 @@ from ray.data.llm import HttpRequestProcessorConfig, build_processor
 from roseinfer.bench.load.launcher import free_port
 from roseinfer.config.options import Config, EngineConfig, RunnerConfig
 from roseinfer.ray import answer_lines, build_app
+from tests.e2e.processes import descendants, words_of
 
 PATIENCE_S = 40.0
+DISCONNECTS = r"^roseinfer_client_disconnects_total\{.*\} [1-9]"
 ONE_THREAD = Config(runner=RunnerConfig(num_threads=1), engine=EngineConfig(transport="thread"))
 
 
@@ -66,11 +72,20 @@ class Client:
     """Asks the application over HTTP."""
 
     def __init__(self, port: int) -> None:
+        self._port = port
         self._url = f"http://127.0.0.1:{port}"
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str) -> str:
         with urllib.request.urlopen(self._url + path, timeout=PATIENCE_S) as answer:
-            return json.loads(answer.read())
+            text: str = answer.read().decode()
+            return text
+
+    def leave(self, path: str, body: dict[str, Any]) -> None:
+        """Ask, and close the connection when the answer has begun."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        connection.getresponse().read(1)
+        connection.close()
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, str], str]:
         request = urllib.request.Request(
@@ -102,19 +117,31 @@ def served() -> dict[str, Any]:
     client = Client(port)
     streamed = client.post("/llm/v1/chat/completions", chat(stream=True))
     seen = {
-        "models": client.get("/llm/v1/models"),
+        "models": json.loads(client.get("/llm/v1/models")),
         "whole": client.post("/llm/v1/chat/completions", chat()),
         "streamed": streamed,
         "refused": client.post("/llm/v1/chat/completions", chat(temprature=1)),
         "replicas": num_running(),
     }
+    client.leave("/llm/v1/chat/completions", chat(max_tokens=900, ignore_eos=True, n=16, stream=True))
+    seen["is_left_noticed"] = wait_until(lambda: bool(re.search(DISCONNECTS, client.get("/llm/metrics"), re.MULTILINE)))
     long = chat(max_tokens=400, ignore_eos=True)
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(client.post, "/llm/v1/chat/completions", long) for _ in range(40)]
         seen["replicas_later"] = wait_until(lambda: num_running() == 2) and num_running()
         seen["under_load"] = [answer.result()[0] for answer in answers]
+    servers = processes("roseinfer.ray.child")
+    seen["num_servers"] = len(servers)
+    for replica in processes("ray::ServeReplica:"):
+        os.kill(replica, signal.SIGKILL)
+    seen["are_servers_gone"] = wait_until(lambda: not any("roseinfer.ray.child" in words_of(pid) for pid in servers))
     serve.shutdown()
     return seen
+
+
+def processes(word: str) -> list[int]:
+    """The processes of this session in whose command a word begins so."""
+    return [pid for pid in descendants(os.getpid()) if any(other.startswith(word) for other in words_of(pid))]
 
 
 def num_running() -> int:

@@ -18,11 +18,12 @@ import pytest
 from roseinfer.cli.main import main
 from roseinfer.errors import ConfigError
 from tests.conftest import go_without
+from tests.e2e.processes import descendants, words_of
 from tests.e2e.server import Server
 from tests.integration.test_batch import FLAGS, Answers, chat, read, request, without_times, write
+from tests.repo.tree import ROOT
 
 TIMEOUT_S = 110
-SESSION = Path(__file__).with_name("ray_session.py")
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]  # those of Ray's modules
 
@@ -34,19 +35,9 @@ def ray_is_installed() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Nothing is reported, and measures are frequent."""
+    """Nothing is reported to Ray's makers, measures are frequent, and actors are no nicer than other tests."""
     frequent = "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"
-    return os.environ | {"RAY_USAGE_STATS_ENABLED": "0", frequent: "0.5"}
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and theirs."""
-    found = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # its thread has ended
-            for child in map(int, children.read_text().split()):
-                found += [child, *descendants(child)]
-    return found
+    return os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", frequent: "0.5"}
 
 
 def actors_of(pid: int) -> list[int]:
@@ -57,14 +48,6 @@ def actors_of(pid: int) -> list[int]:
 def engine_of(actor: int) -> int:
     [engine] = [child for child in descendants(actor) if words_of(child)[-3:-1] == ["engine", "--fd"]]
     return engine
-
-
-def words_of(pid: int) -> list[str]:
-    """The command of a process; [""] for one that has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().removesuffix("\0").split("\0")
-    except OSError:
-        return [""]
 
 
 LOOPBACK = {"0100007F", 24 * "0" + "01000000", 16 * "0" + "FFFF00000100007F"}  # of IPv4, IPv6, and the one in the other
@@ -122,9 +105,9 @@ def comparable(answers: Answers) -> Answers:
 def seen(ray_is_installed: None, server: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the session saw, beside a server of ours outside of Ray."""
     out = tmp_path_factory.mktemp("ray") / "seen.json"
-    command = [sys.executable, str(SESSION), server.url, str(out)]
+    command = [sys.executable, "-m", "tests.e2e.ray_session", server.url, str(out)]
     loopback = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # Ray's switch for listening at nothing else
-    with subprocess.Popen(command, env=environment() | loopback) as session:
+    with subprocess.Popen(command, cwd=ROOT, env=environment() | loopback) as session:
         try:
             assert session.wait(TIMEOUT_S) == 0
         finally:
@@ -161,6 +144,12 @@ def test_an_application_answers_as_the_server_does(seen: dict[str, Any]) -> None
     assert text == whole["choices"][0]["message"]["content"]
     status, _, body = app["refused"]
     assert (status, json.loads(body)["error"]["param"]) == (400, "temprature")
+
+
+def test_a_client_that_leaves_and_a_replica_that_is_killed_leave_nothing_at_work(seen: dict[str, Any]) -> None:
+    assert seen["served"]["is_left_noticed"]
+    assert seen["served"]["num_servers"] == 2
+    assert seen["served"]["are_servers_gone"]
 
 
 def test_an_application_grows_when_requests_are_predicted_to_wait(seen: dict[str, Any]) -> None:

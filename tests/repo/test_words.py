@@ -16,7 +16,8 @@ UNSAFE_MODULES = {"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "os.system"}
 
 CATCHES_ALL = frozenset({"server/middleware.py", "engine/loop.py", "observe/hub.py"})
-READS_ENVIRONMENT = frozenset({"cli/main.py", "observe/otel.py", "ray/child.py", "ray/serve.py"})  # programs; the SDK
+# Programs, and the SDK, which reads its own.
+READS_ENVIRONMENT = frozenset({"cli/main.py", "observe/otel.py", "ray/child.py", "ray/serve.py"})
 
 SOURCES = python_files(SOURCE)
 PROGRAMS = [*SOURCES, *python_files(ROOT / "tools")]

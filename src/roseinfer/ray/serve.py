@@ -30,6 +30,7 @@ DEFAULT_TARGET_WAIT_S = 2.0
 PLANNED_SHARE = 0.7  # of the places of an engine; the rest is for bursts, and while a replica starts
 
 _STAT = "predicted_wait_s"
+_OF_RAY = {b"date", b"server", b"x-request-id"}  # in answers: it adds its own, with the id that the server was given
 _OF_ONE_CONNECTION = {b"connection", b"keep-alive", b"transfer-encoding", b"te", b"trailer", b"upgrade"}
 
 
@@ -143,13 +144,16 @@ class Replica:
         try:
             answer = await self._client.send(sent, stream=True)
         except httpx2.TransportError:
-            return Response(error_body(EngineDead("The server of this replica is gone.")), EngineDead.status)
+            gone = error_body(EngineDead("The server of this replica is gone."))
+            return Response(gone, EngineDead.status, media_type="application/json")
         response: Response
         if "content-length" in answer.headers:
             response = Response(b"".join([piece async for piece in _pieces(answer)]), answer.status_code)
         else:
             response = StreamingResponse(_pieces(answer), answer.status_code)
-        response.raw_headers = _end_to_end(answer.headers.raw)
+        response.raw_headers = [
+            header for header in _end_to_end(answer.headers.raw) if header[0].lower() not in _OF_RAY
+        ]
         return response
 
     async def check_health(self) -> None:
