@@ -24,12 +24,6 @@ from packaging.version import Version
 
 from generated_files import ROOT
 
-TESTS = (
-    "tests/unit/model/test_triton.py",
-    "tests/unit/model/test_triton_runner.py",
-    "tests/unit/model/test_flashinfer.py",
-    "tests/unit/model/sampling/test_sampler_triton.py",
-)
 TIMEOUT_S = 1800
 
 
@@ -58,6 +52,12 @@ def newest_patches(printed: str, wanted: Requirement) -> list[str]:
     return [str(version) for version in {version.release[:2]: version for version in allowed}.values()]
 
 
+def tests_of_kernels() -> list[str]:
+    """The files with tests that interpret or compile kernels in processes of their own."""
+    files = sorted((ROOT / "tests" / "unit").rglob("test_*.py"))
+    return [str(file.relative_to(ROOT)) for file in files if "triton_processes" in file.read_text()]
+
+
 def pip(*words: str) -> str:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *words]
     return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout  # noqa: S603 - our own words
@@ -81,7 +81,7 @@ def test_with(version: str, directory: Path) -> Outcome:
         [python, "-c", "import triton; print(triton.__version__)"], check=True, text=True, stdout=subprocess.PIPE
     ).stdout.strip()
     assert used == version, f"{used} is imported in place of {version}"
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *TESTS]
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *tests_of_kernels()]
     log = directory / f"{version}.log"
     with log.open("w") as output:
         code = subprocess.run(  # noqa: S603

@@ -110,8 +110,9 @@ def nodes_of(model: Model, step: Step, gpu: Gpu) -> list[Node]:
 def _begin(model: Model, step: Step) -> Iterator[Node]:
     """From the integers of the step to the residual stream."""
     num_tokens, row = step.num_tokens, step.num_tokens * model.width
-    yield Node("block table", 1, 16 * num_tokens)
-    yield Node("last tokens", 1, 24 * num_tokens)
+    if step.is_decode:
+        yield Node("block table", 1, 16 * num_tokens)
+    yield Node("last tokens", 1 if step.is_decode else 2, 24 * num_tokens)
     yield Node("embedding of tokens", 1, 2 * NUM_BYTES * row)
     yield Node("to float32", 1, (4 + NUM_BYTES) * row)
     if model.is_gated:
@@ -128,6 +129,8 @@ def _layers(model: Model, step: Step, gpu: Gpu) -> Iterator[Node]:
     yield _product("queries, keys and values", num_layers, rows, width, queries + keys)
     if model.is_gated:
         yield Node("rotations", num_layers, 2 * NUM_BYTES * rows * (queries + keys // 2))
+    if not step.is_decode:
+        yield Node("keys and values to the cache", num_layers, 2 * NUM_BYTES * rows * keys)
     num_read = step.num_keys * keys + 2 * rows * queries
     yield Node("attention", num_layers, NUM_BYTES * num_read, 4 * step.num_pairs * queries)
     num_programs = rows * model.num_kv_heads
@@ -268,12 +271,12 @@ def main() -> int:
     model = MODELS[arguments.shape]
     step = prompt(arguments.prompt) if arguments.prompt else decode(arguments.batch, arguments.context)
     print(
-        f"{'microseconds of all':24} {'nodes':>5} {'MB each':>9} {'GFLOP each':>10}", *(f"{name:>8}" for name in GPUS)
+        f"{'microseconds of all':30} {'nodes':>5} {'MB each':>9} {'GFLOP each':>10}", *(f"{name:>8}" for name in GPUS)
     )
     for node in nodes_of(model, step, GPUS["H100"]):
         sizes = f"{node.num_nodes:5} {node.num_bytes / 1e6:9.3f} {node.num_operations / 1e9:10.3f}"
-        print(f"{node.name:24} {sizes}", *(f"{node.seconds(gpu) * 1e6:8.1f}" for gpu in GPUS.values()))
-    print(f"{'the step':24} {'':26}", *(f"{step_s(model, step, gpu) * 1e6:8.1f}" for gpu in GPUS.values()))
+        print(f"{node.name:30} {sizes}", *(f"{node.seconds(gpu) * 1e6:8.1f}" for gpu in GPUS.values()))
+    print(f"{'the step':30} {'':26}", *(f"{step_s(model, step, gpu) * 1e6:8.1f}" for gpu in GPUS.values()))
     return 0
 
 

@@ -7,6 +7,7 @@ from benchmarks.gpu.performance_model import (
     GPUS,
     MODELS,
     NODE_S,
+    Model,
     Node,
     Step,
     decode,
@@ -19,6 +20,7 @@ from benchmarks.gpu.performance_model import (
 )
 from benchmarks.roofs import STEP_WEIGHTS
 from benchmarks.workloads import Shape
+from tests.unit.model.test_fake_cuda import EXPECTED, NUM_LAYERS
 
 H100 = GPUS["H100"]
 GPT2 = MODELS["GPT-2 small"]
@@ -27,6 +29,21 @@ PARAMETERS = {  # of the checkpoints
     "Llama-3.2-3B": 3_212_749_824,
     "Llama-3.1-8B": 8_030_261_248,
 }
+
+
+def num_nodes(model: Model, step: Step) -> int:
+    return sum(node.num_nodes for node in nodes_of(model, step, H100))
+
+
+@pytest.mark.parametrize("name", ["GPT-2 small", "Qwen3-0.6B"])
+@pytest.mark.parametrize("batch", [1, 64])
+def test_the_nodes_are_those_of_the_captured_step(name: str, batch: int) -> None:
+    """Which are counted on a GPU that is none, with as many processors as an H100."""
+    assert num_nodes(MODELS[name], decode(batch, 6)) == EXPECTED[f"{name}, batch {batch}"].nodes
+
+
+def test_the_nodes_of_a_prompt_are_those_of_its_graph() -> None:
+    assert num_nodes(GPT2._replace(num_layers=NUM_LAYERS), prompt(128)) == EXPECTED["prompt"].nodes
 
 
 def num_operations(model: str, step: Step) -> int:
