@@ -215,8 +215,15 @@ def test_captures_and_rows_that_fill_up_touch_no_live_slot(load: LoadRunner) -> 
 # --- what a step costs ------------------------------------------------------------------------------------------------
 
 
+def mixed_batch(position: int) -> ScheduledBatch:
+    """Slots 3 and 5 decode at the position, and a prompt of 20 tokens goes on in slot 1."""
+    batch = decode_batch([3, 5, 1], position)
+    counts, tokens = np.array([1, 1, 20], np.int32), np.zeros(20, np.int32)
+    return msgspec.structs.replace(batch, num_new_tokens=counts, num_device_rows=2, token_ids=tokens)
+
+
 @pytest.mark.parametrize("staging", ["pinned", "pageable"])
-def test_a_decode_step_allocates_nothing(load: LoadRunner, staging: str) -> None:
+def test_a_step_in_a_graph_allocates_nothing(load: LoadRunner, staging: str) -> None:
     """Neither on the device, by torch's counters, nor in pinned memory."""
     runner = load(staging=staging)
 
@@ -224,10 +231,12 @@ def test_a_decode_step_allocates_nothing(load: LoadRunner, staging: str) -> None
         device, host = torch.cuda.memory_stats(), torch.cuda.host_memory_stats()
         return device["allocation.all.allocated"], device["num_device_alloc"], host["num_host_alloc"]
 
-    runner.launch(decode_batch([3, 5, 1], 8)).wait()
+    for batch in (decode_batch([3, 5, 1], 8), mixed_batch(8)):
+        runner.launch(batch).wait()
     before = counters()
     for position in range(9, 60):
         assert runner.launch(decode_batch([3, 5, 1], position)).graph_rows == 4
+        assert runner.launch(mixed_batch(position)).graph_rows == 8
     torch.cuda.synchronize()
     assert counters() == before
 

@@ -24,6 +24,7 @@ NUM_SLOTS = 4
 
 def make_engine(pipeline_depth: int, *, is_marked: bool) -> Engine:
     runner = make_runner(LateStream(), RunnerConfig(cuda_graphs="lazy"), NUM_SLOTS)
+    runner._max_graph_context = 0  # steps with prompts go without a graph
     runner.warm_up(32)
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=NUM_SLOTS, max_num_batched_tokens=32),

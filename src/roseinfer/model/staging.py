@@ -165,7 +165,7 @@ class StagedStep:
     sampled_tokens: torch.Tensor | None  # int64 [at least num_samples] index of tokens to sample from; None: all
     sampled_slots: torch.Tensor  # int64 [num_samples]
     num_samples: int
-    next_positions: torch.Tensor | None = None  # int64 [num_samples] of the tokens to be sampled; of a graph's step
+    next_positions: torch.Tensor | None = None  # int64 [num_samples] of the tokens to be sampled; for graphs alone
     gathered_tokens: torch.Tensor | None = None  # int64 [num_gathered] index of the tokens; None: the first ones
     gathers_into: torch.Tensor | None = None  # `token_ids`, and one more place
 
@@ -240,7 +240,7 @@ class InputStaging:
             sampled_tokens=None,
             sampled_slots=slots[:num_rows],
             num_samples=num_rows,
-            next_positions=fields.device["next_positions"][:num_rows],
+            next_positions=fields.device["next_positions"],
         )
 
     def _pack(self, batch: ScheduledBatch, fields: StepFields, host: dict[str, IntArray]) -> StagedStep:
