@@ -119,7 +119,9 @@ def idle(num_rows: int, info: EngineInfo) -> Runner:
     """A GPU's runner on a device that does nothing. All tokens are 0."""
     model, limits = IdleModel(), RunnerLimits(num_rows, num_rows, 4 * MAX_MODEL_LEN)
     loaded = LoadedModel(model, model, Placement(IdleStream.device, torch.float32), info)
-    return ModelRunner(loaded, IdleStream(), limits, RunnerConfig(cuda_graphs="lazy"), lambda *_: None)
+    runner = ModelRunner(loaded, IdleStream(), limits, RunnerConfig(cuda_graphs="lazy"), lambda *_: None)
+    runner._sampler._use_triton(MAX_MODEL_LEN)  # noqa: SLF001 - as where there are its kernels
+    return runner
 
 
 def make_engine(num_rows: int, pipeline_depth: int, make_runner: Callable[[int, EngineInfo], Runner]) -> Engine:
