@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from roseinfer.cli.main import main
+from roseinfer.cli.main import EXIT_USAGE, main
 from roseinfer.errors import ConfigError
 from tests.conftest import go_without
 from tests.e2e.processes import descendants, words_of
@@ -195,3 +195,22 @@ def test_an_argument_that_is_wrong_is_named(arguments: dict[str, Any], words: st
     with pytest.raises(ConfigError) as caught:
         build_app(arguments)
     assert words in str(caught.value)
+
+
+def test_a_cluster_that_does_not_answer_is_not_replaced_by_one_of_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    addresses = []
+
+    def init(address: str, **_: Any) -> None:
+        addresses.append(address)
+        raise ConnectionError("Failed to connect to Ray cluster at 192.0.2.1:6379")
+
+    monkeypatch.setattr(ray, "init", init)
+    source = write(tmp_path / "in.jsonl", [chat("a", "x")])
+    command = ["batch", "--input", str(source), "--output", str(tmp_path / "out"), *FLAGS, "--ray-engines", "1"]
+    assert main(command) == EXIT_USAGE
+    assert "RAY_ADDRESS: Failed to connect to Ray cluster at 192.0.2.1:6379" in capsys.readouterr().err
+    assert addresses == ["auto"]

@@ -27,13 +27,17 @@ from roseinfer.batch.journal import Journal
 from roseinfer.batch.lines import Answer, LineEngine, digest_of
 from roseinfer.cli.progress import Progress
 from roseinfer.config.options import Config
-from roseinfer.errors import EngineError, EngineFailed, RoseinferError
+from roseinfer.errors import ConfigError, EngineError, EngineFailed, RoseinferError
 from roseinfer.ray.resources import resources_of
 from roseinfer.records import RequestTimeline
 from roseinfer.runtime.loop_thread import LoopThread
 
 NUM_CALLS = 2  # of an actor at a time: while the last lines of one are answered, the other keeps the engine full
 MAX_ENGINES = 3  # that lines may end before they are given up
+
+_NO_CLUSTER = (
+    "Could not find any running Ray instance"  # Ray's words, as of 2.60; if it says another, nothing is started
+)
 
 _log = logging.getLogger(__name__)
 
@@ -178,7 +182,9 @@ def _cluster() -> Iterator[None]:
     """
     try:
         ray.init("auto", logging_level=logging.WARNING)
-    except ConnectionError:
+    except ConnectionError as error:
+        if not str(error).startswith(_NO_CLUSTER):  # but several, or one that does not answer
+            raise ConfigError(str(error), param="RAY_ADDRESS") from None
         _start_here()
     before = signal.signal(signal.SIGTERM, _interrupt)
     context = ray.data.DataContext.get_current()
