@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from roseinfer import wiring
 from roseinfer.config.options import Config
+from roseinfer.engine.link.watch import wait_for_death
 from roseinfer.errors import EngineError, InvalidRequest, RequestTimeout, RoseinferError
 from roseinfer.messages import Request, StartupProgress
 from roseinfer.records import Api, FinishReason, Observer, RequestTimeline
@@ -27,7 +28,6 @@ from roseinfer.server.api.errors import error_body
 from roseinfer.server.api.fields import EngineBody, SamplingBody
 from roseinfer.server.api.parsing import check_model, parse_body
 from roseinfer.server.api.respond import Dialect, Head, Job, generation_request
-from roseinfer.server.lifecycle import wait_for_death
 from roseinfer.server.openai import chat, completions, embeddings, responses
 from roseinfer.server.openai.responses_schema import ResponseBody
 from roseinfer.server.openai.schema import ChatBody, CompletionBody

@@ -22,6 +22,7 @@ from aiohttp import web
 
 from roseinfer.config.options import Config, EngineConfig, ServerConfig
 from roseinfer.engine.link.engine_client import EngineClient
+from roseinfer.engine.link.watch import wait_for_death
 from roseinfer.errors import ConfigError, EngineError, EngineFailed, NotReady
 from roseinfer.messages import StartupProgress
 from roseinfer.records import LifecycleState, Observer
@@ -46,10 +47,7 @@ FAREWELL_S = 1.5  # for interrupted streams to take their error event
 CONNECTIONS_CLOSE_S = 0.5  # each port
 ENGINE_CLOSE_S = 2.0
 
-LOOK_INTERVAL_S = 0.5
-STALL_NS = 1_000_000_000  # without a step, from which on observers hear of it
 RESTART_WINDOW_S = 600.0  # in which there is one restart: what kills two engines in succession will kill a third
-_LOOKS_BEFORE_THE_END = 2  # a single one may fall between two stamps
 
 _log = logging.getLogger(__name__)
 
@@ -333,25 +331,3 @@ def _naming(host: str, port: int, prefix: str) -> Iterator[None]:
         # asyncio puts the address, and the number of the error, into its text; a resolver's numbers are negative
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         raise ConfigError(f"Cannot listen on {host}:{port}: {reason}.", param=param) from None
-
-
-async def wait_for_death(client: EngineClient, observer: Observer) -> EngineError:
-    """Return when the engine has died, with the reason. An engine that hangs at two looks in a row is ended.
-
-    Observers hear of one that has stood still for a second while it has work, and when it goes on.
-    """
-    dead = asyncio.ensure_future(client.wait_dead())
-    num_looks = told_ns = 0
-    try:
-        while not (await asyncio.wait({dead}, timeout=LOOK_INTERVAL_S))[0]:
-            since_ns = client.stands_since_ns
-            since_ns = since_ns if since_ns and time.monotonic_ns() - since_ns > STALL_NS else 0
-            if since_ns != told_ns:
-                observer.on_stall(told_ns := since_ns)
-            trouble = client.trouble
-            num_looks = 0 if trouble is None else num_looks + 1
-            if trouble is not None and num_looks >= _LOOKS_BEFORE_THE_END:
-                client.give_up(trouble)
-        return dead.result()
-    finally:
-        dead.cancel()
