@@ -86,7 +86,8 @@ def measure(arguments: argparse.Namespace, model: Path, log: Path) -> dict[str, 
     with ExitStack() as stack:
         server = stack.enter_context(start_roseinfer("roseinfer", model, served, log))
         client = [sys.executable, "-m", "benchmarks.http_client", server.url, MODEL_NAME]
-        clients = [stack.enter_context(Worker(f"client {i}", client, log)) for i in range(NUM_CLIENTS)]
+        num_clients = 1 if arguments.quick else NUM_CLIENTS
+        clients = [stack.enter_context(Worker(f"client {i}", client, log)) for i in range(num_clients)]
         rows["burst over HTTP"] = repeat("burst over HTTP", over_http(clients), burst, words, bursts)
     return rows
 
