@@ -60,6 +60,7 @@ def page(suite: str, parts: Parts, failures: Mapping[str, str] | None = None) ->
         failed_parts=failures or {},
         results=results,
         gpu=gpu,
+        published=known,
         predicted=predicted,
         rivals={name: version for part in results.values() for name, version in part.get("versions", {}).items()},
         required=requirements.of_cpu(results) if suite == "cpu" else list(requirements.of_gpu(results, predicted)),

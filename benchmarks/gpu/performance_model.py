@@ -208,7 +208,7 @@ def streams_of(shape: "Shape", gpu: Gpu, max_num_seqs: int) -> "list[Observed]":
     """
     from itertools import cycle
 
-    from roseinfer.bench.load.plan import PlannedRequest, Segment
+    from roseinfer.bench.load.plan import SHARED_KEY, PlannedRequest, Segment
     from roseinfer.bench.simulate.cost_model import CostModel
     from roseinfer.bench.simulate.simulation import Setup, Simulation
     from roseinfer.config.options import CacheConfig, SchedulerConfig
@@ -224,7 +224,7 @@ def streams_of(shape: "Shape", gpu: Gpu, max_num_seqs: int) -> "list[Observed]":
 
     setup = Setup(
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max(512, 8 * max_num_seqs)),
-        cache=CacheConfig(prefix_caching=False),
+        cache=CacheConfig(),
         num_blocks=max_num_seqs * NUM_POSITIONS // 16,
         max_model_len=NUM_POSITIONS,
         costs=Costs(step_ns=0.0, decode_row_ns=0.0, prefill_token_ns=0.0, context_token_ns=0.0, host_ns=0.0),
@@ -234,7 +234,10 @@ def streams_of(shape: "Shape", gpu: Gpu, max_num_seqs: int) -> "list[Observed]":
     planned = [
         PlannedRequest(
             offset_ns=round(index * shape.interval_s * 1e9),
-            segments=(Segment(index + 1, num_tokens),),
+            segments=(
+                *((Segment(SHARED_KEY, shape.num_shared),) if shape.num_shared else ()),
+                Segment(index + 1, num_tokens - shape.num_shared),
+            ),
             max_tokens=shape.new_tokens,
         )
         for index, num_tokens in zip(range(shape.num_requests), cycle(shape.prompt_lengths), strict=False)
@@ -247,7 +250,8 @@ def predictions(gpu: Gpu) -> dict[str, dict[str, float]]:
     from benchmarks.figures import summarise
     from benchmarks.gpu.bursts import BURST, ONE_STREAM
     from benchmarks.gpu.streams import WORKLOADS
-    from benchmarks.workloads import Shape
+    from benchmarks.workloads import BATCH, GPT2_WORKLOADS, Shape
+    from benchmarks.workloads import WORKLOADS as SERVED
 
     spread, batched = WORKLOADS  # of "Hello", once or four times
     loads = {
@@ -255,6 +259,7 @@ def predictions(gpu: Gpu) -> dict[str, dict[str, float]]:
         batched: (Shape(128, 0.0, (1, 4), 128), 8),
         "burst": (BURST, BURST.num_requests),
         "one stream": (ONE_STREAM, BURST.num_requests),
+        **{name: (SERVED[name], BATCH) for name in GPT2_WORKLOADS},
     }
     found = {name: summarise(streams_of(shape, gpu, num_seqs)) for name, (shape, num_seqs) in loads.items()}
     burst = found.pop("burst")

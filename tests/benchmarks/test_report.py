@@ -123,6 +123,7 @@ def gpu_page(gpu: str) -> str:
             "cases": [{"batch": 64, "context": 64, "subjects": {"captured graphs": {"step": step}}}],
         },
         "bursts": {"rows": {"one stream": [figures]}},
+        "served": served(absent("vllm bfloat16", "not installed", GPT2_WORKLOADS)),
         "block_info": {"arrays": step},
     }
     results = {name: part(name, content) for name, content in parts.items()}
@@ -153,4 +154,7 @@ def test_a_gpu_of_published_rates_has_a_prediction_beside_each_figure() -> None:
     assert section.index("| predicted | |") < section.index(f"| {BASE_SETTING} | first |")
     rate = summarise(streams_of(ONE_STREAM, gpu, 256))["tokens_per_s"]
     assert f"| one stream, predicted | {rate:.0f} |" in text
+    assert "| copy 256 MiB, read and written | 4.80 TB/s | 4.00 TB/s |" in text
+    section = text[text.index("### W2") : text.index("### W3")]
+    assert section.index("| predicted | ") < section.index("| vllm bfloat16 | not installed |")
     assert f"| one stream | ≥ 2000 tokens/s | {rate:.0f} | 2100 | yes |" in text
