@@ -21,8 +21,9 @@ from benchmarks.machine import Sitting, part_parser
 PYTEST = (sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", ".", "-v", "--tb=short")
 SANITIZER_TESTS = ("tests/gpu/test_attention.py", "-k", "not graph and not allocates")
 SANITIZER_OPTIONS = ("--tool", "memcheck", "--error-exitcode", "86")
-NO_TEST_COLLECTED = 5
 OUTCOME = re.compile(r"^(tests/gpu/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
+
+ERRORS = re.compile(r"^=+ ERROR SUMMARY: ([1-9]\d* errors?)", re.MULTILINE)
 
 
 def sanitizer() -> str | None:
@@ -40,10 +41,15 @@ def run(command: Sequence[str], log: Path, limit_s: float, environment: dict[str
         endings[outcome].append(name)
     failed = [*endings["FAILED"], *endings["ERROR"]]
     counts = {"num_passed": len(endings["PASSED"]), "num_skipped": len(endings["SKIPPED"]), "failed": failed}
-    if has_ended:
-        return {**counts, "note": ""}
-    is_empty = "no tests ran" in text
-    return {**counts, "note": "no test was collected" if is_empty else f"did not succeed; see {log.name}"}
+    return {**counts, "note": "" if has_ended else why(text, log)}
+
+
+def why(text: str, log: Path) -> str:
+    """A run did not end well, from what it has printed."""
+    if "no tests ran" in text:
+        return "no test was collected"
+    errors = ERRORS.findall(text)
+    return f"{errors[-1]} by compute-sanitizer; see {log.name}" if errors else f"did not end well; see {log.name}"
 
 
 def main() -> int:
