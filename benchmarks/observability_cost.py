@@ -1,10 +1,11 @@
 """Measures what observing costs: in a served load on against off, and alone the engine's records, ranges and traces.
 
-    python -m benchmarks.observability_cost [--model DIRECTORY] [--streams 64] [--max-tokens 96] [--only-parts]
+    python -m benchmarks.observability_cost [--model DIRECTORY] [--streams 64] [--max-tokens 96]
+        [--parts alone sides scrapes]
 
-The parts come first: both sides of a comparison take turns in this process, and the figures are medians. What the
-engine does for its records has no switch, so it is measured against the same lines with nothing behind them. Ranges are
-measured when a tool is attached, for instance with `NVTX_INJECTION64_PATH`.
+What stands alone comes first: both sides of a comparison take turns in this process, and the figures are medians. What
+the engine does for its records has no switch, so it is measured against the same lines with nothing behind them. Ranges
+are measured when a tool is attached, for instance with `NVTX_INJECTION64_PATH`.
 
 Then one server, its engine and its telemetry in processes of their own, is observed by everything there, by everything
 in the front end as without a telemetry process, and by nothing, in rounds that alternate, so all meet the same machine;
@@ -20,7 +21,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import closing
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -77,6 +77,8 @@ PARTS = ("schedule", "launch", "stage", "forward", "sample", "wait", "commit")  
 MS = 1_000_000
 NAME = "observed"  # of the model
 SCRAPE_INTERVAL_S = 0.05  # as pickers of gateways ask
+SETTLE_S = 0.5  # in which what waited is observed, after a load
+CHOICES = ("alone", "sides", "scrapes")
 
 
 # --- the parts, each alone ------------------------------------------------------------------------------------------
@@ -332,30 +334,40 @@ async def compare(arguments: argparse.Namespace) -> None:
 
     async def run_load(max_tokens: int = arguments.max_tokens) -> dict[str, float]:
         requests = [PlannedRequest(0.0, f"{i} is", [], max_tokens) for i in range(arguments.streams)]
-        cpu_s = time.process_time()
+        begin_us = processor_us(server.telemetry.pid)
         figures = summarise(await asyncio.to_thread(client.drive, requests))
-        cpu_us = (time.process_time() - cpu_s) * 1e6 / (arguments.streams * max_tokens)
-        return figures | {"cpu_us_per_token": cpu_us}
+        await asyncio.sleep(SETTLE_S)
+        end_us, num_tokens = processor_us(server.telemetry.pid), arguments.streams * max_tokens
+        return figures | {f"{name}_us_per_token": (end_us[name] - begin_us[name]) / num_tokens for name in end_us}
 
     try:
         server.observe(server.sides["off"])
         await run_load()
-        await compare_sides(server, run_load, arguments.rounds)
-        for name, hub in server.single.items():
-            server.observe(hub)
-            await run_load()
-            spent_us = hub.spent_ns / 1e3 / (arguments.streams * arguments.max_tokens)
-            print(f"{name} alone, in the front end: {spent_us:.1f} µs a token")
+        if "sides" in arguments.parts:
+            await compare_sides(server, run_load, arguments.rounds)
+            for name, hub in server.single.items():
+                server.observe(hub)
+                await run_load()
+                spent_us = hub.spent_ns / 1e3 / (arguments.streams * arguments.max_tokens)
+                print(f"{name} alone, in the front end: {spent_us:.1f} µs a token")
         server.observe(server.sides["on"])
-        await measure_scrapes("the API port", port)
-        await measure_scrapes("the operations port", ops_port)
-        await compare_scraped(ops_port, partial(run_load, 2 * arguments.max_tokens), arguments.rounds)
+        if "scrapes" in arguments.parts:
+            await measure_rest()
+            await measure_scrapes("the API port", port)
+            await measure_scrapes("the operations port", ops_port)
+            await compare_scraped(ops_port, run_load, arguments.rounds)
     finally:
         await asyncio.to_thread(client.close)
         await runner.cleanup()
         server.service.close()
         await server.client.close()
         await server.telemetry.close()
+
+
+def processor_us(pid: int | None) -> dict[str, float]:
+    """Microseconds of a core that this process has used, and that the main thread of the telemetry process has."""
+    telemetry_ns = int(Path(f"/proc/{pid}/schedstat").read_text().split()[0])
+    return {"front_end": time.process_time() * 1e6, "telemetry": telemetry_ns / 1e3}
 
 
 Load = Callable[[], Awaitable[dict[str, float]]]
@@ -369,8 +381,10 @@ async def compare_sides(server: Observed, run_load: Load, num_rounds: int) -> No
             server.observe(server.sides[name])
             figures[name].append(await run_load())
     for name in ("on", "here"):
-        for figure in ("tpot_p50_ms", "tokens_per_s", "cpu_us_per_token"):
+        for figure in ("tpot_p50_ms", "tokens_per_s", "front_end_us_per_token"):
             report(figure, figures, "off", name)
+    telemetry_us = statistics.median(run["telemetry_us_per_token"] for run in figures["on"])
+    print(f"telemetry process: {telemetry_us:.2f} µs a token")
 
 
 async def compare_scraped(ops_port: int, run_load: Load, num_rounds: int) -> None:
@@ -393,6 +407,14 @@ def report(figure: str, figures: Mapping[str, list[dict[str, float]]], base: str
     medians = f"{base} {statistics.median(before):.2f}, {other} {statistics.median(after):.2f}"
     spread = f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
     print(f"{figure}: {medians}; {other}/{base} of neighbouring rounds {statistics.median(ratios):.4f} ({spread})")
+
+
+async def measure_rest(num_intervals: int = 60) -> None:
+    """Print what the front end spends in the time between two scrapes when there are none."""
+    cpu_s = time.process_time()
+    await asyncio.sleep(num_intervals * SCRAPE_INTERVAL_S)
+    rest_ms = (time.process_time() - cpu_s) * 1e3 / num_intervals
+    print(f"at rest: {rest_ms:.3f} ms of the front end's processor in {SCRAPE_INTERVAL_S:g} s")
 
 
 async def measure_scrapes(place: str, port: int, num_runs: int = 5, times: int = 60) -> None:
@@ -427,10 +449,11 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64, help="of a step that is traced")
     parser.add_argument("--tokens", type=int, default=128, help="of a request that is traced")
     parser.add_argument("--repeat", type=int, default=2000, help="of each part")
-    parser.add_argument("--only-parts", action="store_true", help="without a served load")
+    parser.add_argument("--parts", nargs="+", choices=CHOICES, default=CHOICES, help="`alone` is without a server")
     arguments = parser.parse_args()
-    measure_parts(arguments.rows, arguments.tokens, arguments.repeat)
-    if arguments.only_parts:
+    if "alone" in arguments.parts:
+        measure_parts(arguments.rows, arguments.tokens, arguments.repeat)
+    if arguments.parts == ["alone"]:
         return
     with Path(os.devnull).open("w") as nowhere, closing(logs.configure(Config().observe, nowhere)):
         asyncio.run(compare(arguments))
