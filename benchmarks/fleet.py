@@ -4,8 +4,8 @@
 
 Each request continues one of `--prefixes` prompts, drawn anew, and arrivals are a Poisson process. In a round the same
 load is sent twice, with token ids of its own each time: nginx hands requests out in turn, or asks the stand-in of
-`benchmarks/picker.py` first. Rounds begin with one and the other by turns. With 2304 blocks a replica's cache holds
-all prefixes beside what runs; with 1024 it holds every other one.
+`benchmarks/picker.py` first. Rounds begin with one and the other by turns. The prefixes are 1536 blocks: with 2304
+a replica's cache holds all of them beside what runs, with 1024 two thirds.
 """
 
 import random
