@@ -304,8 +304,8 @@ def test_an_untested_type_is_compared_at_load(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "qwen3_moe"])
-def test_the_compiler_is_not_imported(model_type: str, tmp_path: Path) -> None:
-    """It would be 106 MB in every engine, for decorators."""
+def test_neither_a_compiler_nor_distributed_tensors_are_imported(model_type: str, tmp_path: Path) -> None:
+    """They would be 121 MB in every engine, for decorators and names."""
     random_model(model_type).save_pretrained(tmp_path)
     program = f"""
 import sys
@@ -314,10 +314,11 @@ from roseinfer.model.runner import load_runner
 
 config = Config(ModelConfig({str(tmp_path)!r}), CacheConfig(num_blocks=99), runner=RunnerConfig(kernels="off"))
 assert load_runner(config, 1, print).info.model_type == {model_type!r}
-assert "torch._dynamo" not in sys.modules
+assert not sys.modules.keys() & {{"torch._dynamo", "torch.distributed.tensor"}}
 
 import torch
 
+assert torch.distributed.is_available()
 assert torch.compiler.disable(len) is not len
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

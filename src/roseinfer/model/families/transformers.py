@@ -27,7 +27,7 @@ from roseinfer.model.families.transformers_loading import (
     load,
     max_positions,
     refuse,
-    without_compiler,
+    sparing_imports,
 )
 from roseinfer.model.kv_cache import KVCache
 
@@ -120,7 +120,7 @@ def _check_mask(mask_function: Callable[..., torch.Tensor], **_: Any) -> None:
 
 
 transformers.utils.logging.disable_progress_bar()
-with without_compiler():
+with sparing_imports():
     for name in (IN_STEPS, IN_FIRST_PASS):
         transformers.AttentionInterface.register(name, _attend_packed)
     transformers.AttentionMaskInterface.register(IN_FIRST_PASS, _check_mask)

@@ -60,14 +60,23 @@ def _forget_stand_ins() -> None:
 
 
 @contextmanager
-def without_compiler() -> Iterator[None]:
-    """Keeps transformers from importing torch's compiler for its decorators: it takes 106 MB and a second."""
+def sparing_imports() -> Iterator[None]:
+    """Keeps transformers from importing torch's compiler, for decorators, and tensors spread over machines.
+
+    The first takes 106 MB and a second, the second 15 MB.
+    """
     if _COMPILER_MODULES[0] not in sys.modules:
         sys.modules.update({name: _Compiler(name) for name in _COMPILER_MODULES})
+    is_available, torch.distributed.is_available = torch.distributed.is_available, _is_not_available
     try:
         yield
     finally:
+        torch.distributed.is_available = is_available
         _forget_stand_ins()
+
+
+def _is_not_available() -> bool:
+    return False
 
 
 def modules(checkpoint: Checkpoint, attention: str = IN_FIRST_PASS) -> Any:
@@ -153,14 +162,14 @@ def _read_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
 
     config = _of_transformers(read, checkpoint)
     vars(config).pop("quantization_config", None)  # the weights come as floats
-    with without_compiler():
+    with sparing_imports():
         return config, _model_class(config, checkpoint)
 
 
 def _of_transformers(make: Callable[[], Any], checkpoint: Checkpoint) -> Any:
     """What transformers makes; its errors are ConfigError."""
     try:
-        with without_compiler():
+        with sparing_imports():
             return make()
     except KeyError:
         refuse(checkpoint, "has attention of its own, which no other can take the place of")
