@@ -76,8 +76,8 @@ def test_penalties_are_bound_without_waiting(pinned: list[torch.Tensor]) -> None
     table = EditTable(1, 20, 8, DEVICE)
     with Copies() as copies:
         table.bind(SlotBinding(0, params, 2, (), np.array([7, 8, 8], np.int32)), np.array([4]))
-    changes = {3: 1 << BIAS_SHIFT, 4: BARRED, 7: KNOWN, 8: KNOWN | 1, 9: 2 << BIAS_SHIFT}
-    assert [tensor.tolist() for tensor in pinned[1:4]] == [[*changes], [*changes.values()], [1.5, -100.0]]
+    words = [KNOWN, KNOWN | 1, KNOWN | 1, BARRED, 1 << BIAS_SHIFT, 2 << BIAS_SHIFT]
+    assert [tensor.tolist() for tensor in pinned[1:4]] == [[7, 8, 8, 4, 3, 9], words, [1.5, -100.0]]
     assert copies.waits == [False] * 4
 
 

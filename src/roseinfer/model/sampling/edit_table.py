@@ -30,8 +30,12 @@ EDIT = np.dtype([("kinds", np.int32), ("presence", np.float32), ("frequency", np
 
 def edit_bytes(num_slots: int, vocab_size: int, max_model_len: int) -> int:
     """Memory of the tables on the device, all but that of masks beside drafted tokens."""
-    words = vocab_size + max_model_len + MAX_BIASES + 1 + EDIT.itemsize // 4
+    words = _padded(vocab_size) + max_model_len + MAX_BIASES + 1 + EDIT.itemsize // 4
     return 4 * num_slots * (words + num_mask_words(vocab_size) + 1)
+
+
+def _padded(vocab_size: int) -> int:
+    return -(-vocab_size // 16) * 16
 
 
 def num_mask_words(vocab_size: int) -> int:
@@ -43,7 +47,10 @@ class EditTable:
     """The tables. A slot whose owner asks for more biases than there is room for is not held."""
 
     def __init__(self, num_slots: int, vocab_size: int, max_model_len: int, device: torch.device) -> None:
-        self.words = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
+        # Rows begin at multiples of 64 bytes, or a kernel would read them word by word.
+        width = _padded(vocab_size)
+        self.words = torch.zeros(num_slots, width, dtype=torch.int32, device=device)[:, :vocab_size]
+        self._scratch = np.zeros(vocab_size, np.int32)  # zeros but while a slot is bound
         self.biases = torch.zeros(num_slots, MAX_BIASES + 1, device=device)
         self.history = torch.zeros(num_slots, max_model_len, dtype=torch.int32, device=device)  # known tokens
         self.records = torch.zeros(num_slots, EDIT.itemsize // 4, dtype=torch.int32, device=device)
@@ -54,6 +61,7 @@ class EditTable:
         self._kinds = np.zeros(num_slots, np.int32)
         self._num_prompt_tokens = np.zeros(num_slots, np.int64)
         self._is_stale = np.zeros(num_slots, np.bool_)  # tokens were drawn that the words do not count
+        self._has_stale = False
         self._vocab_size = vocab_size
         self._device = device
 
@@ -65,7 +73,7 @@ class EditTable:
         if is_held and (params.edits_logits or len(barred) or params.grammar is not None):
             kinds = CHANGES | (COUNTS if params.has_penalties else 0) | (IS_MASKED if params.grammar else 0)
         if kinds:
-            self._send(binding, self._words_of(binding, barred))
+            self._send(binding, barred)
         if kinds or self._kinds[slot]:
             record = np.array(
                 [(kinds, params.presence_penalty, params.frequency_penalty, params.repetition_penalty)], EDIT
@@ -74,26 +82,26 @@ class EditTable:
         self._kinds[slot], self.is_held[slot], self._is_stale[slot] = kinds, is_held, False
         self._num_prompt_tokens[slot] = binding.num_prompt_tokens
 
-    def _words_of(self, binding: SlotBinding, barred: Int64Array) -> Int32Array:
-        """The words of the whole vocabulary."""
-        params, known = binding.params, binding.token_ids
-        words = np.zeros(self._vocab_size, np.int32)
-        words[barred] = BARRED
-        if params.logit_bias:
-            words[list(params.logit_bias)] |= np.arange(1, len(params.logit_bias) + 1, dtype=np.int32) << BIAS_SHIFT
-        if params.has_penalties:
-            assert known is not None, "penalties need the tokens that are known"
-            words += np.bincount(known[binding.num_prompt_tokens :], minlength=len(words)).astype(np.int32)
-            words[known] |= KNOWN
-        return words
-
-    def _send(self, binding: SlotBinding, words: Int32Array) -> None:
+    def _send(self, binding: SlotBinding, barred: Int64Array) -> None:
         """Replace the slot's words, of which few are not 0, and its biases."""
-        biases, changed = binding.params.logit_bias, np.flatnonzero(words)
+        params, biases, known = binding.params, binding.params.logit_bias, np.zeros(0, np.int64)
+        if params.has_penalties:
+            assert binding.token_ids is not None, "penalties need the tokens that are known"
+            known = binding.token_ids.astype(np.int64)
+        biased, numbers = np.array(list(biases), np.int64), np.array(list(biases.values()), np.float32)
+        if ((biased < 0) | (biased >= self._vocab_size)).any():
+            raise IndexError("logit_bias names a token that the vocabulary does not have")
+        changed = np.concatenate((known, barred, biased))  # an id that comes again gets the same word again
+        words = self._scratch
+        words[known] = KNOWN
+        np.add.at(words, known[binding.num_prompt_tokens :], 1)
+        words[barred] |= BARRED
+        words[biased] |= np.arange(1, len(biased) + 1, dtype=np.int32) << BIAS_SHIFT
         indices, values = to_device(changed, self._device), to_device(words[changed], self._device)
+        words[changed] = 0
         self.words[binding.slot].zero_().scatter_(0, indices, values)
         if biases:
-            _put(self.biases[binding.slot, 1 : len(biases) + 1], np.array(list(biases.values()), np.float32))
+            _put(self.biases[binding.slot, 1 : len(biases) + 1], numbers)
 
     def send_masks(self, masks: TokenMasks) -> None:
         """Use these masks for the tokens that are drawn next, in one copy. Of several of a slot the last counts."""
@@ -105,10 +113,12 @@ class EditTable:
 
     def note_stale(self, slots: Int32Array) -> None:
         """Note that tokens of these slots were drawn, or drafted, by others than the kernels."""
-        self._is_stale[slots] = True
+        self._is_stale[slots] = self._has_stale = True
 
     def refresh(self, slots: Int32Array, positions: Int32Array) -> None:
         """Count the tokens of slots whose words are stale: those of their history before the positions."""
+        if not self._has_stale:
+            return
         for row in np.flatnonzero(self._is_stale[slots]).tolist():
             slot, num_known = int(slots[row]), int(positions[row])
             words, known = self.words[slot], self.history[slot, :num_known].long()
@@ -118,6 +128,7 @@ class EditTable:
             is_known = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
             words.bitwise_or_(is_known.index_fill_(0, known, KNOWN))
             self._is_stale[slot] = False
+        self._has_stale = bool(self._is_stale.any())
 
 
 def _put(target: torch.Tensor, array: npt.NDArray[np.generic]) -> None:

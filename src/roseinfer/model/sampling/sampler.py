@@ -196,12 +196,14 @@ class Sampler:
 
         Where kernels do that, only in those rows that are edited here.
         """
-        rows = np.arange(len(slots)) if self._edit_table is None else edited
-        barred = self._table.barred(slots[rows], positions[rows])
-        if barred is None:
+        barred = self._table.barred(slots, positions)
+        if barred is not None and self._edit_table is not None:
+            is_here = np.isin(barred[0], edited)
+            barred = barred[0][is_here], barred[1][is_here]
+        if barred is None or not len(barred[0]):
             yield
             return
-        at = to_device(rows[barred[0]], self._device), to_device(barred[1], self._device)
+        at = to_device(barred[0], self._device), to_device(barred[1], self._device)
         before = logits[at]
         logits.index_put_(at, logits.new_full((), -torch.inf))  # a number of the host would be waited for
         yield

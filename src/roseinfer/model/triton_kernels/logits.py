@@ -58,6 +58,7 @@ class Logits(NamedTuple):
     masks: Pointer  # int32
     barred_before: Pointer  # int64, a field of the table of slots
     mask_words: Constant
+    words_stride: Constant
     history_length: Constant
     edit_words: Constant  # length of a record, in int32
     record_words: Constant  # of a record of the table of slots, in int64
@@ -85,6 +86,7 @@ def logits_of(logits: torch.Tensor, table: SlotTable, edits: EditTable, *, are_c
         edits.masks[len(edits.records) :],
         table.barred_before,
         constant(num_mask_words(vocab_size)),
+        constant(edits.words.stride(0)),
         constant(edits.history.shape[1]),
         constant(EDIT.itemsize // 4),
         constant(SLOT.itemsize // 8),
@@ -128,7 +130,7 @@ def _changed(
     penalties = logits.penalties + slot * logits.edit_words
     presence, frequency, repetition = tl.load(penalties + 1), tl.load(penalties + 2), tl.load(penalties + 3)
     is_column = is_asked & (columns < logits.vocab_size)
-    words = tl.load(logits.words + slot * logits.vocab_size + columns, mask=is_column, other=0)
+    words = tl.load(logits.words + slot * logits.words_stride + columns, mask=is_column, other=0)
     values += tl.load(logits.biases + slot * (_MAX_BIASES + 1) + ((words >> _BIAS_SHIFT) & _MAX_BIASES))
     zeros = tl.zeros(values.shape, tl.float32)
     scaled = tl.where(values > 0.0, tl.div_rn(values, zeros + repetition), values * repetition)
@@ -149,7 +151,7 @@ def note_token(logits: Logits, slot: tl.tensor, position: tl.tensor, token: tl.t
         if (tl.load(logits.kinds + slot * logits.edit_words) & _COUNTS) != 0:
             place = logits.history + slot * logits.history_length + position
             tl.store(place, token.to(tl.int32), mask=position < logits.history_length)
-            word = logits.words + slot * logits.vocab_size + token
+            word = logits.words + slot * logits.words_stride + token
             tl.store(word, (tl.load(word) + 1) | _KNOWN)
 
 

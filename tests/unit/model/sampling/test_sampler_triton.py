@@ -309,6 +309,16 @@ def test_masks_of_grammars(interpreter: Worker, params: SamplingParams) -> None:
     assert captured == kernels == expected
 
 
+def test_a_bias_of_no_token_leaves_nothing_behind() -> None:
+    """The next owner of a slot, or of another one, gets its own words alone."""
+    table = EditTable(2, 40, 8, CPU)
+    params = SamplingParams(presence_penalty=1.0, logit_bias={40: 1.0})
+    with pytest.raises(IndexError, match="logit_bias"):
+        table.bind(SlotBinding(0, params, 3, (), PROMPT), np.array([5]))
+    table.bind(SlotBinding(1, SamplingParams(logit_bias={3: 1.0}), 3, ()), np.array([], np.int64))
+    assert table.words.nonzero().tolist() == [[1, 3]]
+
+
 def own_faults() -> list[list[int]]:
     owners = [
         SamplingParams(temperature=0.0, logit_bias={5: float("inf")}),
