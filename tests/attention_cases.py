@@ -222,15 +222,15 @@ def check_history(case: Case, device: torch.device, name: str = "triton") -> Non
 
 def check_splits(case: Case, device: torch.device, num_splits: int) -> None:
     """Rows of very different lengths decode together, each cut into as many pieces as its length is worth."""
-    from roseinfer.model.triton_kernels.decode import MIN_SPLIT_KEYS
+    from roseinfer.model.attention.triton import TritonAttention
 
-    lengths = (0, 1, 63, 64, 255, 257, 700, num_splits * MIN_SPLIT_KEYS - 1)
+    lengths = (0, 1, 63, 64, 65, 129, 255, 257, 700)
     bench = Bench(case, device, len(lengths), max(lengths) + 2)
     for slot, length in enumerate(lengths):
         bench.fill(slot, length)
-    backend = new_backend(bench)
-    for slots in ((*range(len(lengths)),), (6, 7)):
-        bench.step(backend, [(slot, 1) for slot in slots], max_context_len=num_splits * MIN_SPLIT_KEYS)
+    backend = TritonAttention(bench.cache, case.spec)
+    for slots in ((*range(len(lengths)),), (7, 8)):
+        bench.step(backend, [(slot, 1) for slot in slots], max_context_len=num_splits * backend.tuning.min_split_keys)
 
 
 def check_padding(case: Case, device: torch.device, *, batch_invariant: bool = False) -> None:

@@ -13,8 +13,11 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from benchmarks.random_gpt2 import HEAD_DIM, NUM_LAYERS, NUM_POSITIONS, VOCAB_SIZE, WIDTH
 from benchmarks.random_qwen3 import QWEN3_06B
+from roseinfer.model.triton_kernels.tunings import linear_rows
 
 if TYPE_CHECKING:
     from benchmarks.workloads import Shape
@@ -113,19 +116,14 @@ def _begin(model: Model, step: Step) -> Iterator[Node]:
     if step.is_decode:
         yield Node("block table", 1, 16 * num_tokens)
     yield Node("last tokens", 1 if step.is_decode else 2, 24 * num_tokens)
-    yield Node("embedding of tokens", 1, 2 * NUM_BYTES * row)
-    yield Node("to float32", 1, (4 + NUM_BYTES) * row)
-    if model.is_gated:
-        yield Node("cosines and sines", 2, 4 * num_tokens * model.head_dim)
-    else:
-        yield Node("embedding of positions", 1, 2 * NUM_BYTES * row)
-        yield Node("sum of embeddings", 1, (8 + NUM_BYTES) * row)
+    yield Node("embedding", 1, (4 + (1 if model.is_gated else 2) * NUM_BYTES) * row)
 
 
 def _layers(model: Model, step: Step, gpu: Gpu) -> Iterator[Node]:
     num_layers, width, inner, rows = model.num_layers, model.width, model.inner, step.num_tokens
     queries, keys = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
-    yield Node("norms", 2 * num_layers, (8 + 2 * NUM_BYTES) * rows * width)
+    norm_bytes = (8 + 2 * NUM_BYTES) * rows * width
+    yield Node("norms", num_layers, norm_bytes)
     yield _product("queries, keys and values", num_layers, rows, width, queries + keys)
     if model.is_gated:
         yield Node("rotations", num_layers, 2 * NUM_BYTES * rows * (queries + keys // 2))
@@ -133,13 +131,15 @@ def _layers(model: Model, step: Step, gpu: Gpu) -> Iterator[Node]:
         yield Node("keys and values to the cache", num_layers, 2 * NUM_BYTES * rows * keys)
     num_read = step.num_keys * keys + 2 * rows * queries
     yield Node("attention", num_layers, NUM_BYTES * num_read, 4 * step.num_pairs * queries)
-    num_programs = rows * model.num_kv_heads
-    if step.is_decode and num_programs < 2 * gpu.num_processors:  # as `choose_num_splits` has it
-        num_splits = -(-2 * gpu.num_processors // num_programs)
-        yield Node("joins of split rows", num_layers, (4 * num_splits + NUM_BYTES) * rows * queries)
-    yield _product("output of attention", num_layers, rows, queries, width)
+    out = _product("output of attention", num_layers, rows, queries, width)
+    if rows <= linear_rows(gpu.device, width, queries, torch.bfloat16):
+        yield out._replace(name="output of attention and norm", num_bytes=out.num_bytes + norm_bytes)
+    else:
+        yield out
+        yield Node("norms behind attention", num_layers, norm_bytes)
     yield _product("up", num_layers, rows, width, 2 * inner if model.is_gated else inner)
-    yield Node("activation", num_layers, NUM_BYTES * (3 if model.is_gated else 2) * rows * inner)
+    if model.is_gated:
+        yield Node("activation", num_layers, 3 * NUM_BYTES * rows * inner)
     yield _product("down", num_layers, rows, inner, width)
 
 
@@ -150,9 +150,10 @@ def _end(model: Model, step: Step) -> Iterator[Node]:
     if not step.is_decode:
         yield Node("rows that sample", 1, 8 * num_samples * width)
     yield Node("last norm", 1, (4 + NUM_BYTES) * num_samples * width)
-    yield _product("head", 1, num_samples, width, model.vocab_size)
-    yield Node("sampling by pieces", 1, NUM_BYTES * num_samples * model.vocab_size)
-    yield Node("choice of a piece", 1, NUM_BYTES * num_samples * 1024)
+    head = _product("head", 1, num_samples, width, model.vocab_size)
+    yield head._replace(num_bytes=head.num_bytes + (4 - NUM_BYTES) * num_samples * model.vocab_size)
+    yield Node("sampling by pieces", 1, 4 * num_samples * model.vocab_size)
+    yield Node("choice of a piece", 1, 4 * num_samples * 1024)
     yield Node("tokens to their slots", 3, 16 * num_samples)
 
 

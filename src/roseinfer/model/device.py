@@ -177,6 +177,14 @@ class Scratch:
             self._buffers[name] = buffer
         return buffer[:size].view(shape)
 
+    def zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """As `buffer`, of zeros when it is new: for those who leave zeros behind."""
+        known = self._buffers.get(name)
+        buffer = self.buffer(name, shape, dtype)
+        if self._buffers[name] is not known:
+            self._buffers[name].zero_()
+        return buffer
+
     def _new_size(self, size: int, outgrown: torch.Tensor | None) -> int:
         """The size to allocate for `size`. A GPU keeps an outgrown buffer, since a CUDA graph may write to its address.
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -170,13 +171,19 @@ def test_a_broken_sequence_does_not_break_the_next_owner_of_its_blocks(make_play
     prompt = prompt_of(40)
     expected = alone(player, prompt, 3)
     model = player.runner._model
-    embed = model._token_embedding  # type: ignore[attr-defined]
-    model._token_embedding = lambda ids: embed(ids).masked_fill_((ids == 7)[:, None], torch.nan)  # type: ignore[attr-defined]
+    embedding = model._token_embedding  # type: ignore[attr-defined]
+    embed = embedding.plus
+
+    def broken_at_7(ids: torch.Tensor, *others: Any) -> torch.Tensor:
+        rows: torch.Tensor = embed(ids, *others)
+        return rows.masked_fill_((ids == 7)[:, None], torch.nan)
+
+    embedding.plus = broken_at_7
     broken = [7] * player.block_size * len(player.free)
     player.admit(0, broken[:250])
     assert player.step({0: 250})[0].logits.isnan().all()
     player.free.extend(player.sequences.pop(0).blocks)
-    model._token_embedding = embed  # type: ignore[attr-defined]
+    embedding.plus = embed
     assert_same(alone(player, prompt, 3), expected)
 
 

@@ -149,11 +149,12 @@ def test_norms(interpreter: Worker, width: int, dtype: torch.dtype, has_delta: b
 
 def turned(num_heads: int, head_dim: int, has_norms: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(computed, expected) merged rows of `num_heads` queries, two keys and two values."""
-    from roseinfer.model.triton_kernels.pointwise import turn_heads
+    from roseinfer.model.triton_kernels.pointwise import Turns, turn_heads
 
     generator = torch.Generator().manual_seed(head_dim)
     merged = torch.randn(5, num_heads + 4, head_dim, generator=generator)
-    angles = torch.rand(5, 1, head_dim // 2, generator=generator) * 6
+    table, positions = torch.rand(9, head_dim // 2, generator=generator) * 6, torch.tensor([0, 8, 3, 3, 1])
+    angles = table[positions][:, None]
     query, key = torch.randn(2, head_dim, generator=generator)
     heads = merged[:, : num_heads + 2].double()
     if has_norms:
@@ -163,7 +164,7 @@ def turned(num_heads: int, head_dim: int, has_norms: bool) -> tuple[torch.Tensor
     wide = torch.cat((angles, angles), -1).double()
     expected = torch.cat((heads * wide.cos() + halves * wide.sin(), merged[:, num_heads + 2 :]), 1)
     norm_weights = (query, key) if has_norms else None
-    turn_heads(merged, num_heads, 2, angles.cos(), angles.sin(), norm_weights, 1e-3)
+    turn_heads(merged, num_heads, 2, Turns(table.cos(), table.sin(), positions), norm_weights, 1e-3)
     return merged, expected
 
 
@@ -188,6 +189,54 @@ def test_gates(interpreter: Worker, inner: int) -> None:
     torch.testing.assert_close(interpreter.call(gated, rows), expected, atol=1e-5, rtol=1e-5)
 
 
+def embedded(ids: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
+    """Rows of the table alone, and with those of a table twice as large numbers."""
+    from roseinfer.model.triton_kernels.pointwise import embed
+
+    return [embed(ids, table, None, None), embed(ids, table, positions, 2 * table.contiguous())]
+
+
+def test_embeddings(interpreter: Worker) -> None:
+    """Of a table in the model's type whose rows are longer than they seem, to the bits of float32 sums."""
+    table = torch.randn(9, 32, generator=torch.Generator().manual_seed(0)).half()[:, :24]
+    ids, positions = torch.tensor([8, 0, 3]), torch.tensor([2, 1, 0])
+    alone, added = interpreter.call(embedded, ids, table, positions)
+    assert torch.equal(alone, table.float()[ids])
+    assert torch.equal(added, table.float()[ids] + 2 * table.float()[positions])
+
+
+def normed_linear(num_rows: int, width: int, num_inputs: int, has_bias: bool) -> list[torch.Tensor]:
+    """The sums, the norms, the counters, and what the first two should be; of the second of two calls."""
+    from roseinfer.model.triton_kernels.linear import NUM_COUNTERS, Weights, linear_add_norm
+
+    generator = torch.Generator().manual_seed(width)
+    rows = torch.randn(num_rows, num_inputs + 8, generator=generator).half()[:, :num_inputs]
+    weight = torch.randn(width, num_inputs, generator=generator).half()
+    scale, *biases = torch.randn(3, width, generator=generator)
+    bias, shift = biases if has_bias else (None, None)
+    counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32)
+    weights = Weights(weight, bias, scale, shift, 1e-5, 0.5, counters)
+    x = torch.randn(num_rows, width, generator=generator)
+    linear_add_norm(rows, weights, x.clone(), torch.float32)
+    total = x.double() + 0.5 * (rows.double() @ weight.double().t() + (0 if bias is None else bias.double()))
+    normed = linear_add_norm(rows, weights, x, torch.float32)
+    centred = total - total.mean(-1, keepdim=True) if has_bias else total
+    expected = centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * scale
+    return [x, normed, counters, total.float(), (expected if shift is None else expected + shift).float()]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "width", "num_inputs", "has_bias"), [(1, 24, 40, True), (17, 64, 256, False), (64, 40, 128, True)]
+)
+def test_a_linear_is_added_and_normed(
+    interpreter: Worker, num_rows: int, width: int, num_inputs: int, has_bias: bool
+) -> None:
+    """The counters are zero again, or the second call would norm too early."""
+    sums, norms, counters, *expected = interpreter.call(normed_linear, num_rows, width, num_inputs, has_bias)
+    assert not counters.any()
+    torch.testing.assert_close([sums, norms], expected, atol=1e-4, rtol=1e-5)
+
+
 # --- the compiler -------------------------------------------------------------------------------------------------
 
 
@@ -200,13 +249,16 @@ def compile_steps(capability: int, case: Case, steps: list[list[int]]) -> list[t
     """Steps of rows with so many new tokens each -> name and bytes of shared memory of each kernel they are made of."""
     from roseinfer.model.triton_kernels.decode import Parts, decode
     from roseinfer.model.triton_kernels.paging import heads_of, pages_of, scores_of, step_of
-    from roseinfer.model.triton_kernels.varlen import varlen
+    from roseinfer.model.triton_kernels.tunings import decode_tuning
+    from roseinfer.model.triton_kernels.varlen import tiles_of, varlen
 
     Ahead.capability = capability
     compiled.clear()
     bench = Bench(case, CPU, max(map(len, steps)), max(map(sum, steps)))
     heads, pages = heads_of(case.spec), pages_of(bench.cache, 0)
     [scores] = scores_of(case.spec, CPU)
+    tiles = tiles_of(heads, case.dtype)
+    tuning = decode_tuning("", heads.group.value, heads.padded_dim.value, bench.cache.dtype)
     for counts in steps:
         rows = list(enumerate(counts))
         tokens = bench.pack(rows, num_padding_rows=1)
@@ -214,10 +266,11 @@ def compile_steps(capability: int, case: Case, steps: list[list[int]]) -> list[t
         q, k, v = bench.inputs(rows, 1)
         step, shape = step_of(q, k, v, torch.empty_like(q)), (len(counts), case.num_heads, 4)
         if max(counts) == 1:
-            parts = Parts(torch.empty(*shape, case.head_dim), torch.empty(shape), torch.empty(shape))
-            decode(step, pages, tokens.device, parts, heads, scores)
+            arrivals = torch.zeros(len(counts), case.num_kv_heads, dtype=torch.int32)
+            parts = Parts(torch.empty(*shape, case.head_dim), torch.empty(shape), torch.empty(shape), arrivals)
+            decode(step, pages, tokens.device, parts, heads, scores, tuning)
         else:
-            varlen(step, pages, tokens.device, heads, scores)
+            varlen(step, pages, tokens.device, heads, tiles, scores)
     kernels = {id(kernel): kernel.metadata for kernel in compiled}
     return sorted((metadata.name, metadata.shared) for metadata in kernels.values())
 
@@ -246,19 +299,19 @@ def test_kernels_are_compiled_once_and_fit(compiler: Worker, capability: int, ca
     steps = [[1], [1, 1], [1] * 15, [1] * 16, [2], [1, 3, 1], [5] * 15, [17] * 16]
     kernels = compiler.call(compile_steps, capability, case, steps)
     decode = "_decode_head" if case.num_heads == case.num_kv_heads else "_decode_group"
-    assert [name for name, _ in kernels] == ["_append_tile", "_attend_tile", decode, "_join"]
+    assert [name for name, _ in kernels] == ["_append_tile", "_attend_tile", decode]
     assert max(num_bytes for _, num_bytes in kernels) <= SHARED_BYTES[capability]
 
 
-def compile_with_ptxas(case: Case, directory: Path) -> dict[str, tuple[int, int]]:
-    """Warps of each attention kernel, and the bytes of registers that it spills, compiled for sm_90."""
-    compile_steps(90, case, [[1], [2]])
+def compile_with_ptxas(capability: int, case: Case, directory: Path) -> dict[str, tuple[int, int]]:
+    """Warps of each attention kernel, and the bytes of registers that it spills."""
+    compile_steps(capability, case, [[1], [2]])
     source, cubin = directory / "kernel.ptx", directory / "kernel.cubin"
     found = {}
     for kernel in compiled:
         source.write_text(kernel.asm["ptx"])
-        [target] = re.findall(r"^\.target (sm_90a?)", kernel.asm["ptx"], re.MULTILINE)
-        command = [ptxas_for(90), "--verbose", f"--gpu-name={target}", str(source), "--output-file", str(cubin)]
+        [target] = re.findall(r"^\.target (sm_\d+a?)", kernel.asm["ptx"], re.MULTILINE)
+        command = [ptxas_for(capability), "--verbose", f"--gpu-name={target}", str(source), "--output-file", str(cubin)]
         told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
         [spilled] = re.findall(r"(\d+) bytes spill stores", told)
         found[kernel.metadata.name] = kernel.metadata.num_warps, int(spilled)
@@ -266,24 +319,35 @@ def compile_with_ptxas(case: Case, directory: Path) -> dict[str, tuple[int, int]
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "head_dim", "num_warps"),
-    [(128, 128, {"_decode_group": 8, "_attend_tile": 8}), (64, 256, {"_decode_group": 8, "_attend_tile": 4})],
+    ("capability", "case", "num_warps"),
+    [
+        (90, Case(128, 1, 128, dtype=torch.bfloat16), {"_decode_group": 8, "_attend_tile": 8}),
+        (90, Case(64, 1, 256, dtype=torch.bfloat16), {"_decode_group": 8, "_attend_tile": 4}),
+        (80, Case(4, 1, 256, dtype=torch.bfloat16), {"_decode_group": 4, "_attend_tile": 8}),
+        (90, Case(4, 1, 256), {"_decode_group": 4, "_attend_tile": 8}),
+    ],
+    ids=str,
 )
-def test_large_groups_get_the_warps_that_hold_their_sums(
-    compiler: Worker, tmp_path: Path, num_heads: int, head_dim: int, num_warps: dict[str, int]
+def test_large_tiles_get_the_warps_that_hold_their_sums(
+    compiler: Worker, tmp_path: Path, capability: int, case: Case, num_warps: dict[str, int]
 ) -> None:
     """Eight only where four would spill registers."""
-    found = compiler.call(compile_with_ptxas, Case(num_heads, 1, head_dim, dtype=torch.bfloat16), tmp_path)
+    found = compiler.call(compile_with_ptxas, capability, case, tmp_path)
     assert {name: found[name] for name in num_warps} == {name: (count, 0) for name, count in num_warps.items()}
 
 
 def compile_rows(capability: int, dtype: torch.dtype) -> list[tuple[str, int]]:
     """What else a layer is made of, for batches of several sizes -> name and bytes of shared memory of each kernel."""
-    from roseinfer.model.triton_kernels.pointwise import add_norm, silu_gate, turn_heads
+    from roseinfer.model.triton_kernels.linear import NUM_COUNTERS, Weights, linear_add_norm
+    from roseinfer.model.triton_kernels.pointwise import Turns, add_norm, embed, silu_gate, turn_heads
 
     Ahead.capability = capability
     compiled.clear()
-    weight, bias, angles = torch.ones(896), torch.ones(896), torch.zeros(17, 1, 32)
+    weight, bias, angles = torch.ones(896), torch.ones(896), torch.zeros(99, 32)
+    square, counters = torch.zeros(896, 896, dtype=dtype), torch.zeros(NUM_COUNTERS, dtype=torch.int32)
+    layer, root = (
+        Weights(square, shift, weight, shift, 1e-5, 1.0, counters) for shift in (bias, None)
+    )  # LayerNorm with a bias of the linear, RMSNorm without one
     for num_rows in (1, 2, 15, 16, 17):
         x, delta = torch.zeros(num_rows, 896), torch.zeros(num_rows, 896, dtype=dtype)
         for added in (delta, None):  # the first norm of a model has nothing to add
@@ -291,8 +355,13 @@ def compile_rows(capability: int, dtype: torch.dtype) -> list[tuple[str, int]]:
             add_norm(x, added, weight, None, 1e-5, dtype)
         for norms in ((weight[:64], weight[:64]), None):
             merged = torch.zeros(num_rows, 18, 64, dtype=dtype)
-            turn_heads(merged, 14, 2, angles[:num_rows], angles[:num_rows], norms, 1e-6)
+            turn_heads(merged, 14, 2, Turns(angles, angles, torch.zeros(num_rows, dtype=torch.int64)), norms, 1e-6)
         silu_gate(torch.zeros(num_rows, 9728, dtype=dtype))
+        for weights in (layer, root):
+            linear_add_norm(torch.zeros(num_rows, 896, dtype=dtype), weights, x, dtype)
+        ids = torch.zeros(num_rows, dtype=torch.int64)
+        for positions in (ids, None):
+            embed(ids, square, positions, None if positions is None else square)
     kernels = {id(kernel): kernel.metadata for kernel in compiled}
     return sorted((metadata.name, metadata.shared) for metadata in kernels.values())
 
@@ -301,7 +370,8 @@ def compile_rows(capability: int, dtype: torch.dtype) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("capability", [80, 90])
 def test_norms_and_gates_are_compiled_once_and_fit(compiler: Worker, capability: int, dtype: torch.dtype) -> None:
     kernels = compiler.call(compile_rows, capability, dtype)
-    assert [name for name, _ in kernels] == ["_add_norm_row"] * 4 + ["_gate_tile"] + ["_turn_row"] * 2
+    names = ["_add_norm_row"] * 4 + ["_embed_row"] * 2 + ["_gate_tile"] + ["_linear_tile"] * 2 + ["_turn_row"] * 2
+    assert [name for name, _ in kernels] == names
     assert max(num_bytes for _, num_bytes in kernels) <= SHARED_BYTES[capability]
 
 
@@ -311,8 +381,9 @@ def test_norms_and_gates_are_compiled_once_and_fit(compiler: Worker, capability:
 @pytest.mark.parametrize(
     ("num_programs", "num_keys", "num_splits"),
     [
-        (12, 200, 1),  # GPT-2 alone, early on: one program reads so few keys as fast as several
-        (12, 1024, 4),
+        (12, 64, 1),  # GPT-2 alone, early on: one program reads so few keys as fast as several
+        (12, 200, 4),
+        (12, 1024, 16),
         (12, 100_000, 32),  # 22 would do, but powers of two need fewer kernels
         (768, 100_000, 1),  # 64 of GPT-2: the rows alone fill the GPU
         (132, 100_000, 2),
@@ -321,8 +392,23 @@ def test_norms_and_gates_are_compiled_once_and_fit(compiler: Worker, capability:
 )
 def test_rows_are_split_where_they_leave_processors_idle(num_programs: int, num_keys: int, num_splits: int) -> None:
     from roseinfer.model.triton_kernels.decode import choose_num_splits
+    from roseinfer.model.triton_kernels.tunings import decode_tuning
 
-    assert choose_num_splits(num_programs, num_keys, num_processors=132) == num_splits
+    tuning = decode_tuning("", 1, 64, torch.bfloat16)
+    assert choose_num_splits(num_programs, num_keys, 132, tuning) == num_splits
+
+
+def test_what_was_measured_on_a_gpu_is_used_there_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from roseinfer.model.triton_kernels import tunings
+
+    measured = tunings.DecodeTuning(tile=128, min_split_keys=128, programs=4, num_warps=8)
+    key = tunings.decode_key(1, 64, torch.bfloat16)
+    monkeypatch.setattr(tunings, "read_tunings", lambda: {"A GPU": tunings.Tunings(decode={key: measured})})
+    found = [
+        tunings.decode_tuning(name, 1, dim, torch.bfloat16)
+        for name, dim in (("A GPU", 64), ("A GPU", 128), ("Another", 64))
+    ]
+    assert [tuning == measured for tuning in found] == [True, False, False]
 
 
 @pytest.mark.parametrize("name", ["triton", "flashinfer"])

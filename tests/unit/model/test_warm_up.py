@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+import torch
 
 from roseinfer.config.options import RunnerConfig
 from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
@@ -89,9 +90,12 @@ def test_all_slots_but_the_first_are_plain_afterwards() -> None:
 def test_attention_has_met_every_number_of_splits(monkeypatch: pytest.MonkeyPatch, num_kv_heads: int) -> None:
     """Each is a kernel of its own. Steps of one token a row may have more rows than the largest graph: prompts end."""
     from roseinfer.model.triton_kernels.decode import choose_num_splits
+    from roseinfer.model.triton_kernels.tunings import decode_tuning
+
+    tuning = decode_tuning("", 1, 64, torch.bfloat16)
 
     def splits(sizes: Iterable[int]) -> set[int]:
-        return {choose_num_splits(size * num_kv_heads, 100_000, num_processors=132) for size in sizes}
+        return {choose_num_splits(size * num_kv_heads, 100_000, 132, tuning) for size in sizes}
 
     runner = make_runner(LateStream(), RunnerConfig(), NUM_SLOTS, max_decode_rows=6)
     batches = record(monkeypatch, runner, "_launch_eager")

@@ -20,10 +20,11 @@ from roseinfer.model.kv_cache import KVCache
 from roseinfer.model.triton_kernels.decode import Parts, choose_num_splits, decode
 from roseinfer.model.triton_kernels.language import IS_INTERPRETED
 from roseinfer.model.triton_kernels.paging import heads_of, pages_of, scores_of, step_of
-from roseinfer.model.triton_kernels.varlen import varlen
+from roseinfer.model.triton_kernels.tunings import decode_tuning
+from roseinfer.model.triton_kernels.varlen import tiles_of, varlen
 
 _MAX_HEAD_DIM = 256
-_INTERPRETED_PROCESSORS = 132
+_NOT_A_GPU = "", 132  # name and multiprocessors, where kernels are interpreted
 
 
 class TritonAttention:
@@ -47,15 +48,16 @@ class TritonAttention:
                 param="runner.attention",
             )
         self._spec = spec
-        self._heads = heads_of(spec)
+        self._heads = heads = heads_of(spec)
+        self._tiles = tiles_of(heads, cache.query_dtype if cache.is_quantized else cache.dtype)
         self._scores = scores_of(spec, device)
         self._pages = [pages_of(cache, layer) for layer in range(len(cache.keys))]
         self._batch_invariant = batch_invariant
-        self._num_processors = (
-            torch.cuda.get_device_properties(device).multi_processor_count
-            if device.type == "cuda"
-            else _INTERPRETED_PROCESSORS
-        )
+        name, self._num_processors = _NOT_A_GPU
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            name, self._num_processors = properties.name, properties.multi_processor_count
+        self.tuning = decode_tuning(name, heads.group.value, heads.padded_dim.value, cache.dtype)
         self._scratch = Scratch(device)
 
     def prepare(self, tokens: PackedTokens) -> Attend:
@@ -65,7 +67,10 @@ class TritonAttention:
         if tokens.max_query_len > 1 or self._batch_invariant:
             return partial(self._attend_packed, rows)
         num_splits = choose_num_splits(
-            rows.starts.shape[0] * self._spec.num_kv_heads, self._num_seen(tokens.max_context_len), self._num_processors
+            rows.starts.shape[0] * self._spec.num_kv_heads,
+            self._num_seen(tokens.max_context_len),
+            self._num_processors,
+            self.tuning,
         )
         return partial(self._attend_single, rows, num_splits)
 
@@ -77,7 +82,7 @@ class TritonAttention:
         self, rows: DeviceTokens, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        varlen(step_of(q, k, v, out), self._pages[layer], rows, self._heads, self._scores[layer])
+        varlen(step_of(q, k, v, out), self._pages[layer], rows, self._heads, self._tiles, self._scores[layer])
         return out.flatten(1)
 
     def _attend_single(
@@ -88,8 +93,9 @@ class TritonAttention:
             mixed=self._scratch.buffer("mixed", (*shape, self._spec.head_dim)),
             peaks=self._scratch.buffer("peaks", shape),
             totals=self._scratch.buffer("totals", shape),
+            arrivals=self._scratch.zeros("arrivals", (shape[0], self._spec.num_kv_heads), torch.int32),
         )
         out = self._scratch.buffer("out", (q.shape[0], self._spec.num_heads, self._spec.head_dim), q.dtype)
         step, pages = step_of(q, k, v, out), self._pages[layer]
-        decode(step, pages, rows, parts, self._heads, self._scores[layer])
+        decode(step, pages, rows, parts, self._heads, self._scores[layer], self.tuning)
         return out.flatten(1)

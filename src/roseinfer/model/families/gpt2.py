@@ -12,7 +12,7 @@ from roseinfer.model.device import Placement
 from roseinfer.model.families.causal_lm import LayerReader
 from roseinfer.model.layers.activation import Activation
 from roseinfer.model.layers.linear import Embedding, Linear
-from roseinfer.model.layers.norm import Norm
+from roseinfer.model.layers.norm import LinearNorm, Norm
 from roseinfer.model.layers.rope import PositiveInt
 
 _ACTIVATIONS: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -60,7 +60,7 @@ class _Block:
         self.attention_norm = read.norm(f"{prefix}ln_1", width)
         self.qkv = read.linear(f"{prefix}attn.c_attn", width, 3 * width)
         self.attention_out = read.linear(f"{prefix}attn.c_proj", width, width)
-        self.mlp_norm = read.norm(f"{prefix}ln_2", width)
+        self.mlp_norm = LinearNorm(self.attention_out, read.norm(f"{prefix}ln_2", width), read.placement)
         self.up = read.linear(f"{prefix}mlp.c_fc", width, inner, _ACTIVATIONS[spec.activation_function])
         self.down = read.linear(f"{prefix}mlp.c_proj", inner, width)
 
@@ -106,14 +106,12 @@ class GPT2:
         checkpoint.check_all_read(ignored=(*_CAUSAL_MASKS, "lm_head.weight"))
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        x = self._token_embedding(token_ids)
-        self._position_embedding.add_to(x, positions)
+        x = self._token_embedding.plus(token_ids, positions, self._position_embedding)
         delta = None  # not yet in the residual stream: the next norm adds it
         for layer, block in enumerate(self._blocks):
             qkv = block.qkv(block.attention_norm(x, delta))
             q, k, v = qkv.view(x.shape[0], 3, self.attention_spec.num_heads, -1).unbind(1)
-            delta = block.attention_out(attend(layer, q, k, v))
-            delta = block.down(block.up(block.mlp_norm(x, delta)))
+            delta = block.down(block.up(block.mlp_norm(attend(layer, q, k, v), x)))
         return x if delta is None else x.add_(delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

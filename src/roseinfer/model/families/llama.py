@@ -18,7 +18,7 @@ from roseinfer.model.device import Placement
 from roseinfer.model.families.causal_lm import LayerReader
 from roseinfer.model.layers.activation import SiluGate
 from roseinfer.model.layers.linear import Linear
-from roseinfer.model.layers.norm import Norm
+from roseinfer.model.layers.norm import LinearNorm, Norm
 from roseinfer.model.layers.rope import (
     AnyRope,
     PositiveFloat,
@@ -282,7 +282,8 @@ class _Block:
             spec.attention, norms, spec.rms_norm_eps, read.placement, turns=spec.turns[layer]
         )
         self.attention_out = read.linear({f"{attention}o_proj": width}, q, biases.attention_out)
-        self.mlp_norm = read.norm(f"{prefix}post_attention_layernorm", width)
+        mlp_norm, factor = read.norm(f"{prefix}post_attention_layernorm", width), spec.multipliers.residual
+        self.mlp_norm = LinearNorm(self.attention_out, mlp_norm, read.placement, factor)
         self.gate_up = read.linear({f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, width, biases.mlp)
         self.down = read.linear({f"{mlp}down_proj": width}, inner, biases.mlp)
 
@@ -336,8 +337,8 @@ class Llama:
         delta = None  # not yet in the residual stream: the next norm adds it
         for layer, block in enumerate(self._blocks):
             q, k, v = block.rotate(block.qkv(block.attention_norm(x, delta)), rotation)
-            delta = _times(block.attention_out(attend(layer, q, k, v)), factor)
-            delta = _times(block.down(self._gate(block.gate_up(block.mlp_norm(x, delta)))), factor)
+            normed = block.mlp_norm(attend(layer, q, k, v), x)
+            delta = _times(block.down(self._gate(block.gate_up(normed))), factor)
         return x if delta is None else x.add_(delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,8 @@ _PACKED_ATTRIBUTES = {
     "silu": ("swish", ""),
 }
 _PIECE_ROWS = 32
+_HEAD_MULTIPLE = 64
+_HAS_RESULT_TYPES = hasattr(torch.ops.aten.mm, "dtype")  # torch 2.8 on
 
 
 class Linear:
@@ -52,6 +54,7 @@ class Linear:
         self.num_outputs, self.num_inputs = sum(map(len, parts)), parts[0].shape[1]
         self.activation = activation
         self._placement = placement
+        of_head = dtype
         if dtype is not None:  # a head, which files in four bits seldom have in them: its groups are not counted
             placement = dataclasses.replace(placement, groups=GroupCount())
         dtype = dtype or placement.dtype
@@ -71,10 +74,16 @@ class Linear:
             case "onednn":
                 self._multiply = OneDnnLinear(parts, bias, activation, placement.dtype)
             case "torch":
-                self._multiply = TorchLinear(parts, bias, activation, placement, is_mapped and len(parts) == 1)
+                is_copied = is_mapped and len(parts) == 1
+                self._multiply = TorchLinear(parts, bias, activation, placement, is_copied, of_head)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._multiply(x)
+
+    @property
+    def plain(self) -> "TorchLinear | None":
+        """The form of this linear if it is the plain one."""
+        return self._multiply if isinstance(self._multiply, TorchLinear) else None
 
     @property
     def has_rows(self) -> bool:
@@ -92,7 +101,11 @@ class Linear:
 
 
 class TorchLinear:
-    """The plain form: on a GPU, and where torch was built without oneDNN. The library chooses by the number of rows."""
+    """The plain form: on a GPU, and where torch was built without oneDNN. The library chooses by the number of rows.
+
+    A GPU's library adds the bias and applies gelu_tanh in the product's own kernel. There the outputs of a head are
+    filled up to a multiple of 64, so that rows of logits are aligned, and are not rounded to the weight's type.
+    """
 
     def __init__(
         self,
@@ -101,10 +114,22 @@ class TorchLinear:
         activation: Activation,
         placement: Placement,
         is_mapped: bool,
+        head_type: torch.dtype | None = None,  # of a head's results, where a GPU has a choice
     ) -> None:
-        self._weight = self._placed(weight, placement, is_mapped)
-        self._bias = None if bias is None else bias.to(placement.device, placement.dtype, copy=True)
+        self.num_outputs = sum(map(len, weight))
+        self.weight = self._placed(weight, placement, is_mapped)
+        self.bias = None if bias is None else bias.to(placement.device, placement.dtype, copy=True)
         self._activation = activation
+        is_gpu = placement.device.type == "cuda"
+        self._has_gelu = is_gpu and activation == "gelu_tanh" and bias is not None
+        self._is_head = is_gpu and head_type is not None
+        self._result_type = None
+        if self._is_head:
+            assert bias is None
+            assert activation == "none"
+            self.weight = functional.pad(self.weight, (0, 0, 0, -self.num_outputs % _HEAD_MULTIPLE))
+            if placement.dtype != head_type and _HAS_RESULT_TYPES:
+                self._result_type = head_type
 
     @staticmethod
     def _placed(weight: Parts, placement: Placement, is_mapped: bool) -> torch.Tensor:
@@ -117,10 +142,17 @@ class TorchLinear:
         return placed
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return activated(functional.linear(x, self._weight, self._bias), self._activation)
+        if self._is_head:
+            weight, wide = self.weight.t(), self._result_type
+            logits = torch.mm(x, weight) if wide is None else torch.mm(x, weight, out_dtype=wide)
+            return logits[:, : self.num_outputs]
+        if self._has_gelu:
+            assert self.bias is not None
+            return torch._addmm_activation(self.bias, x, self.weight.t(), use_gelu=True)  # noqa: SLF001
+        return activated(functional.linear(x, self.weight, self.bias), self._activation)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        return functional.embedding(ids, self._weight).float()
+        return functional.embedding(ids, self.weight).float()
 
 
 class OneDnnLinear:
@@ -166,16 +198,27 @@ class Embedding:
 
     def __init__(self, table: torch.Tensor, placement: Placement, head: Linear | None = None) -> None:
         """`head` has the table as its weight."""
+        self._has_triton = placement.has_triton
         self._rows: Callable[[torch.Tensor], torch.Tensor] | None = None
-        if head is not None and head.has_rows:
+        if head is not None and head.plain is not None:
+            self.table = head.plain.weight
+        elif head is not None and head.has_rows:
             self._rows = head.rows
         else:
             dtype = table.dtype if table.itemsize < placement.dtype.itemsize else placement.dtype
             self.table = table.to(placement.device, dtype, copy=True)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        if self._has_triton:
+            from roseinfer.model.triton_kernels.pointwise import embed
+
+            return embed(ids, self.table, None, None)
         return functional.embedding(ids, self.table).float() if self._rows is None else self._rows(ids)
 
-    def add_to(self, x: torch.Tensor, ids: torch.Tensor) -> None:
-        """Add the vectors of ids [rows] to x [rows, width] float32."""
-        x.add_(functional.embedding(ids, self.table) if self._rows is None else self._rows(ids))
+    def plus(self, ids: torch.Tensor, positions: torch.Tensor, of_positions: "Embedding") -> torch.Tensor:
+        """The vectors of ids [rows], plus another table's vectors of positions [rows]."""
+        if self._has_triton:
+            from roseinfer.model.triton_kernels.pointwise import embed
+
+            return embed(ids, self.table, positions, of_positions.table)
+        return self(ids).add_(functional.embedding(positions, of_positions.table))

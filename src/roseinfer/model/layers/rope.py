@@ -260,10 +260,10 @@ class QueryKeyRotation:
         if self._compiled is not None:
             self._by_compiled(self._compiled, merged, rotation)
         elif self._has_triton:
-            from roseinfer.model.triton_kernels.pointwise import turn_heads
+            from roseinfer.model.triton_kernels.pointwise import Turns, turn_heads
 
-            cos, sin = rotation.cos, rotation.sin
-            turn_heads(heads, spec.num_heads, spec.num_kv_heads, cos, sin, self._weights, self._epsilon)
+            turns = Turns(rotation.table.cos, rotation.table.sin, rotation.positions)
+            turn_heads(heads, spec.num_heads, spec.num_kv_heads, turns, self._weights, self._epsilon)
         else:
             if self._weights is not None:
                 q, k = (self._normed(x, weight) for x, weight in zip((q, k), self._weights, strict=True))

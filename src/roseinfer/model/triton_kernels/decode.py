@@ -2,15 +2,19 @@
 
 softmax(q K^T * scale) V over the positions up to the token's own, or the last `window` of them. The cached keys of a
 row are cut into tiles, and the tiles into at most `num_splits` runs, one program each (split KV, as in Flash-Decoding,
-Dao et al. 2023); each keeps a running softmax (Milakov and Gimelshein 2018), and a second kernel joins them. How a row
-is cut follows from its own length and `num_splits` alone.
+Dao et al. 2023); each keeps a running softmax (Milakov and Gimelshein 2018). How a row is cut follows from its own
+length and the plan alone. A row that fills one split is done with it; else the program that finishes last joins what
+they all left in memory, in the order of the splits, so that its bits do not depend on which one that was.
 
 The token's own key and value come from the step's tensors, rounded as the cache keeps them, and belong to the first
-split, which alone writes them. So no program reads what another one writes, and the append costs no launch.
+split, which alone writes them. So no program reads what another one writes before all have arrived, and neither the
+append nor the join costs a launch.
 """
 
+from functools import cache
 from typing import NamedTuple
 
+import torch
 import triton.language as tl
 from triton import next_power_of_2
 
@@ -22,7 +26,9 @@ from roseinfer.model.triton_kernels.language import (
     Pointer,
     constant,
     dot_dtype,
+    kept,
     kernel,
+    launch,
 )
 from roseinfer.model.triton_kernels.paging import (
     Heads,
@@ -37,22 +43,23 @@ from roseinfer.model.triton_kernels.paging import (
     table_of,
     with_scales,
 )
+from roseinfer.model.triton_kernels.tunings import DecodeTuning
 
 MAX_SPLITS = 32
-MIN_SPLIT_KEYS = 256  # a program with fewer keys costs more to start than it saves
 
-_TILE_ELEMENTS = 4096  # keys of a tile times padded_dim: 32 registers a thread for each of K, V and the sums
 _DOT_ROWS = 16  # rows of the smallest product of tensor cores
 
 
 class Parts(NamedTuple):
-    """Results of each split for each row and query head, float32. They are not read if there is one split."""
+    """Results of each split for each row and query head, float32. None is used if there is one split."""
 
     mixed: Pointer  # [rows, heads, splits, head_dim] sum of 2^(score - peak) * value; arbitrary where total is 0
     peaks: Pointer  # [rows, heads, splits] greatest score, as a power of two
     totals: Pointer  # [rows, heads, splits] sum of 2^(score - peak)
+    arrivals: Pointer  # [rows, kv_heads] int32: splits that are done; zeros before and after
 
 
+@kept
 class Cut(NamedTuple):
     """How a row's keys are divided."""
 
@@ -60,45 +67,52 @@ class Cut(NamedTuple):
     num_splits: Constant  # a power of two
     min_tiles: Constant  # of a split, but for the last of a row
     dot_dtype: Constant
+    dot_rows: Constant  # rows of products: the query heads of a group, and padding up to a power of two
 
 
-def choose_num_splits(num_programs: int, num_keys: int, num_processors: int) -> int:
-    """Splits, a power of two, that give each multiprocessor two programs, if the keys that a head sees suffice."""
-    wanted = -(-2 * num_processors // num_programs)
-    useful = -(-num_keys // MIN_SPLIT_KEYS)
+def choose_num_splits(num_programs: int, num_keys: int, num_processors: int, tuning: DecodeTuning) -> int:
+    """Splits, a power of two, that give each multiprocessor its programs, if the keys that a head sees suffice."""
+    wanted = -(-tuning.programs * num_processors // num_programs)
+    useful = -(-num_keys // tuning.min_split_keys)
     num_splits: int = next_power_of_2(max(1, min(wanted, useful, MAX_SPLITS)))
     return num_splits
 
 
-def decode(step: Step, pages: Pages, rows: DeviceTokens, parts: Parts, heads: Heads, scores: Scores) -> None:
+def decode(
+    step: Step, pages: Pages, rows: DeviceTokens, parts: Parts, heads: Heads, scores: Scores, tuning: DecodeTuning
+) -> None:
     """Write the keys and values of the rows' tokens into the cache, and their attention into `step.out`.
 
     Row r has one new token, which is token r. `parts` decides the number of splits, a power of two.
     """
     num_rows, num_heads, num_splits, _ = parts.mixed.shape
-    group, padded_dim = heads.group.value, heads.padded_dim.value
-    num_kv_heads = num_heads // group
-    tile = max(16, min(64, _TILE_ELEMENTS // padded_dim))
-    cut = Cut(
-        tile=constant(tile),
+    group = heads.group.value
+    cut = _cut_of(num_splits, group, step.q.dtype if pages.has_scales.value else pages.k.dtype, tuning)
+    num_warps = tuning.num_warps
+    if group > 1 and cut.dot_rows.value * heads.padded_dim.value >= SPILLING_SUMS:
+        num_warps = 8
+    arguments = (step, pages, rows, parts, heads, cut, scores)
+    decode_heads = _decode_head if group == 1 else _decode_group
+    launch(decode_heads, (num_rows, num_heads // group, num_splits), *arguments, num_warps=num_warps)
+
+
+@cache
+def _cut_of(num_splits: int, group: int, dtype: torch.dtype, tuning: DecodeTuning) -> Cut:
+    return Cut(
+        tile=constant(tuning.tile),
         num_splits=constant(num_splits),
-        min_tiles=constant(MIN_SPLIT_KEYS // tile),
-        dot_dtype=constant(dot_dtype(step.q.dtype if pages.has_scales.value else pages.k.dtype)),
+        min_tiles=constant(max(1, tuning.min_split_keys // tuning.tile)),
+        dot_dtype=constant(dot_dtype(dtype)),
+        dot_rows=constant(max(_DOT_ROWS, next_power_of_2(group))),
     )
-    grid = (num_rows, num_kv_heads, num_splits)
-    if group == 1:
-        _decode_head[grid](step, pages, rows, parts, heads, cut, scores, num_warps=4)
-    else:
-        num_dot_rows = max(_DOT_ROWS, next_power_of_2(group))
-        num_warps = 8 if num_dot_rows * padded_dim >= SPILLING_SUMS else 4
-        _decode_group[grid](step, pages, rows, parts, heads, cut, scores, num_dot_rows, num_warps=num_warps)
-    if num_splits > 1:
-        _join[num_rows, num_heads](step, parts, heads, num_splits, num_warps=2)
 
 
 @kernel()
 def _share(position: tl.tensor, split: tl.tensor, cut: Cut, window: tl.constexpr) -> tl.tensor:
-    """The first position that the row sees, and the split's first key tile and the one after its last."""
+    """The first position that the row sees, the split's first key tile, the one after its last, and the row's splits.
+
+    A row has at least one split, of no keys if it has none.
+    """
     first = position * 0
     if window > 0:
         first = tl.maximum(position - window + 1, 0)
@@ -106,8 +120,19 @@ def _share(position: tl.tensor, split: tl.tensor, cut: Cut, window: tl.constexpr
     end_tile = (position + cut.tile - 1) // cut.tile
     num_tiles = (end_tile - first_tile + cut.num_splits - 1) // cut.num_splits
     num_tiles = tl.maximum(num_tiles, cut.min_tiles)
+    num_used = tl.maximum((end_tile - first_tile + num_tiles - 1) // num_tiles, 1)
     begin = first_tile + split * num_tiles
-    return first, begin, tl.minimum(begin + num_tiles, end_tile)
+    return first, begin, tl.minimum(begin + num_tiles, end_tile), num_used
+
+
+@kernel()
+def _seen_places(
+    pages: Pages, table: tl.tensor, head: tl.tensor, tile: tl.tensor, bounds: tl.tensor, cut: Cut
+) -> tl.tensor:
+    """Offsets of a tile's keys, and which of them the row sees: those from bounds[0] to before bounds[1]."""
+    positions = tile * cut.tile + tl.arange(0, cut.tile)
+    is_seen = (positions >= bounds[0]) & (positions < bounds[1])
+    return page_offsets(pages, table, head, positions, is_seen), is_seen
 
 
 @kernel()
@@ -150,19 +175,21 @@ def _decode_head(
     head = tl.program_id(1)
     split = tl.program_id(2)
     position = tl.load(rows.starts + row)
+    first, begin, end, num_used = _share(position, split, cut, scores.window)
+    if split >= num_used:
+        return
     table = table_of(rows, row)
     dims = tl.arange(0, heads.padded_dim)
     is_dim = dims < heads.dim
     query = tl.load(step.q + row * step.q_stride + head * heads.dim + dims, mask=is_dim, other=0.0)
     query = query.to(tl.float32) * scores.scale
-    first, begin, end = _share(position, split, cut, scores.window)
     peaks = tl.full([cut.tile], LOWEST, tl.float32)
     totals = tl.zeros([cut.tile], tl.float32)
     mixed = tl.zeros([cut.tile, heads.padded_dim], tl.float32)
+    next_places, is_next = _seen_places(pages, table, head, begin, (first, position), cut)
     for tile in range(begin, end):
-        positions = tile * cut.tile + tl.arange(0, cut.tile)
-        is_seen = (positions >= first) & (positions < position)
-        places = page_offsets(pages, table, head, positions, is_seen)
+        places, is_seen = next_places, is_next
+        next_places, is_next = _seen_places(pages, table, head, tile + 1, (first, position), cut)
         keys, values = load_tile(pages, places, is_seen, heads, tl.float32)
         products = tl.sum(keys * query[None, :], axis=1)
         products = bend(with_scales(products, pages.k_scales, places, is_seen, pages, heads), scores)
@@ -182,48 +209,45 @@ def _decode_head(
     own_weight = tl.exp2(own_score - peak)
     total = tl.sum(totals * lanes) + own_weight + tl.exp2(sink - peak)
     result = tl.sum(mixed * lanes[:, None], axis=0) + own_weight * own_value
-    if cut.num_splits == 1:
-        place = step.out + row * step.out_stride + head * heads.dim
+    place = step.out + row * step.out_stride + head * heads.dim
+    if num_used == 1:
         tl.store(place + dims, result / total, mask=is_dim)
-    else:
+    elif cut.num_splits > 1:
         part = (row * tl.num_programs(1) + head) * cut.num_splits + split
         tl.store(parts.peaks + part, peak)
         tl.store(parts.totals + part, total)
-        if total > 0:
-            tl.store(parts.mixed + part * heads.dim + dims, result, mask=is_dim)
+        tl.store(parts.mixed + part * heads.dim + dims, result, mask=is_dim)
+        if _is_last(parts, row, head, num_used):
+            member = tl.arange(0, 1)
+            joined = _joined(parts, heads, cut, row * tl.num_programs(1) + head + member, member == 0, num_used)
+            tl.store(place + member[:, None] + dims[None, :], joined, mask=is_dim[None, :])
 
 
 @kernel()
 def _decode_group(
-    step: Step,
-    pages: Pages,
-    rows: DeviceTokens,
-    parts: Parts,
-    heads: Heads,
-    cut: Cut,
-    scores: Scores,
-    num_dot_rows: tl.constexpr,
+    step: Step, pages: Pages, rows: DeviceTokens, parts: Parts, heads: Heads, cut: Cut, scores: Scores
 ) -> None:
     """Grouped-query attention: the query heads of a group are the rows of a product with the tile's keys."""
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(rows.starts + row)
+    first, begin, end, num_used = _share(position, split, cut, scores.window)
+    if split >= num_used:
+        return
     table = table_of(rows, row)
     dims = tl.arange(0, heads.padded_dim)
-    is_dim = dims < heads.dim
-    members = tl.arange(0, num_dot_rows)
+    members = tl.arange(0, cut.dot_rows)
     is_member = members < heads.group
     query_heads = head * heads.group + members
     here = query_heads[:, None] * heads.dim + dims[None, :]  # in a token's queries, and in its results
-    is_here = is_member[:, None] & is_dim[None, :]
+    is_here = is_member[:, None] & (dims < heads.dim)[None, :]
     queries = tl.load(step.q + row * step.q_stride + here, mask=is_here, other=0.0)
-    first, begin, end = _share(position, split, cut, scores.window)
-    peaks = tl.full([num_dot_rows], LOWEST, tl.float32)
-    totals = tl.zeros([num_dot_rows], tl.float32)
-    mixed = tl.zeros([num_dot_rows, heads.padded_dim], tl.float32)
+    peaks = tl.full([cut.dot_rows], LOWEST, tl.float32)
+    totals = tl.zeros([cut.dot_rows], tl.float32)
+    mixed = tl.zeros([cut.dot_rows, heads.padded_dim], tl.float32)
+    next_places, is_next = _seen_places(pages, table, head, begin, (first, position), cut)
     for tile in range(begin, end):
-        positions = tile * cut.tile + tl.arange(0, cut.tile)
-        is_seen = (positions >= first) & (positions < position)
-        places = page_offsets(pages, table, head, positions, is_seen)
+        places, is_seen = next_places, is_next
+        next_places, is_next = _seen_places(pages, table, head, tile + 1, (first, position), cut)
         keys, values = load_tile(pages, places, is_seen, heads, cut.dot_dtype)
         products = tl.dot(queries.to(cut.dot_dtype), tl.trans(keys), input_precision="ieee") * scores.scale
         products = with_scales(products, pages.k_scales, places[None, :], is_seen[None, :], pages, heads)
@@ -236,38 +260,60 @@ def _decode_group(
         mixed = tl.dot(weights.to(cut.dot_dtype), values, mixed * fading[:, None], input_precision="ieee")
         peaks = new_peaks
     own_key, own_value = _append(step, pages, table, position, heads)
-    own_scores = bend(tl.sum(queries.to(tl.float32) * own_key[None, :], axis=1) * scores.scale, scores)
-    own_scores = tl.where(split == 0, own_scores, float("-inf"))
+    own_scores = tl.sum(queries.to(tl.float32) * own_key[None, :], axis=1) * scores.scale
+    own_scores = tl.where(split == 0, bend(own_scores, scores), float("-inf"))
     sinks = sinks_of(scores, query_heads, is_member & (split == 0))
     new_peaks = tl.maximum(tl.maximum(peaks, own_scores), sinks)
     fading = tl.exp2(peaks - new_peaks)
     own_weights = tl.exp2(own_scores - new_peaks)
     totals = totals * fading + own_weights + tl.exp2(sinks - new_peaks)
     mixed = mixed * fading[:, None] + own_weights[:, None] * own_value[None, :]
-    if cut.num_splits == 1:
+    if num_used == 1:
         tl.store(step.out + row * step.out_stride + here, mixed / totals[:, None], mask=is_here)
-    else:
-        num_heads = tl.num_programs(1) * heads.group
-        split_parts = (row * num_heads + query_heads) * cut.num_splits + split
+    elif cut.num_splits > 1:
+        row_heads = row * tl.num_programs(1) * heads.group + query_heads
+        split_parts = row_heads * cut.num_splits + split
         tl.store(parts.peaks + split_parts, new_peaks, mask=is_member)
         tl.store(parts.totals + split_parts, totals, mask=is_member)
-        places = split_parts[:, None] * heads.dim + dims[None, :]
-        tl.store(parts.mixed + places, mixed, mask=is_here & (totals > 0)[:, None])
+        tl.store(parts.mixed + split_parts[:, None] * heads.dim + dims[None, :], mixed, mask=is_here)
+        if _is_last(parts, row, head, num_used):
+            joined = _joined(parts, heads, cut, row_heads, is_member, num_used)
+            tl.store(step.out + row * step.out_stride + here, joined, mask=is_here)
 
 
 @kernel()
-def _join(step: Step, parts: Parts, heads: Heads, num_splits: tl.constexpr) -> None:
-    """Join the splits of one row and query head, in the order of the splits."""
-    row = tl.program_id(0)
-    head = tl.program_id(1)
+def _is_last(parts: Parts, row: tl.tensor, head: tl.tensor, num_used: tl.tensor) -> tl.tensor:
+    """Whether the row's other splits are done too; what they stored can be read then. One program is told so."""
+    arrivals = parts.arrivals + row * tl.num_programs(1) + head
+    tl.debug_barrier()  # all threads have stored, and the atomic addition publishes what they stored
+    is_last = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == num_used - 1
+    if is_last:
+        tl.store(arrivals, 0)
+    return is_last
+
+
+@kernel()
+def _joined(
+    parts: Parts, heads: Heads, cut: Cut, row_heads: tl.tensor, is_member: tl.tensor, num_used: tl.tensor
+) -> tl.tensor:
+    """The attention [members, padded_dim] of query heads, numbered through all rows, joined from their splits."""
     dims = tl.arange(0, heads.padded_dim)
-    is_dim = dims < heads.dim
-    splits = (row * tl.num_programs(1) + head) * num_splits + tl.arange(0, num_splits)
-    peaks = tl.load(parts.peaks + splits)
-    totals = tl.load(parts.totals + splits)
-    is_there = (totals > 0)[:, None] & is_dim[None, :]
-    mixed = tl.load(parts.mixed + splits[:, None] * heads.dim + dims[None, :], mask=is_there, other=0.0)
-    weights = tl.exp2(peaks - tl.max(peaks))
-    result = tl.sum(mixed * weights[:, None], axis=0) / tl.sum(totals * weights)
-    place = step.out + row * step.out_stride + head * heads.dim
-    tl.store(place + dims, result, mask=is_dim)
+    splits = tl.arange(0, cut.num_splits)
+    first = row_heads * cut.num_splits
+    is_part = is_member[:, None] & (splits < num_used)[None, :]
+    places = first[:, None] + splits[None, :]
+    peaks = tl.load(parts.peaks + places, mask=is_part, other=LOWEST, cache_modifier=".cg")
+    totals = tl.load(parts.totals + places, mask=is_part, other=0.0, cache_modifier=".cg")
+    peak = tl.max(peaks, axis=1)
+    total = tl.sum(totals * tl.exp2(peaks - peak[:, None]), axis=1)
+    total = tl.where(is_member, total, 1.0)
+    mixed = tl.zeros([row_heads.shape[0], heads.padded_dim], tl.float32)
+    for split in tl.static_range(cut.num_splits):  # no load waits for another one
+        is_there = is_member & (split < num_used)
+        weights = tl.exp2(
+            tl.load(parts.peaks + first + split, mask=is_there, other=LOWEST, cache_modifier=".cg") - peak
+        )
+        is_number = is_there[:, None] & (dims < heads.dim)[None, :]
+        numbers = parts.mixed + (first + split)[:, None] * heads.dim + dims[None, :]
+        mixed += weights[:, None] * tl.load(numbers, mask=is_number, other=0.0, cache_modifier=".cg")
+    return mixed / total[:, None]

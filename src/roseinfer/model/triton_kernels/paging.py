@@ -13,9 +13,10 @@ from triton import next_power_of_2
 
 from roseinfer.model.attention.base import AttentionSpec, DeviceTokens
 from roseinfer.model.kv_cache import KVCache
-from roseinfer.model.triton_kernels.language import LOG2_E, Constant, Pointer, constant, kernel
+from roseinfer.model.triton_kernels.language import LOG2_E, Constant, Pointer, constant, kept, kernel
 
 
+@kept
 class Pages(NamedTuple):
     """Keys and values of one layer, each [blocks, kv_heads, block_size, head_dim], contiguous.
 
@@ -49,6 +50,7 @@ class Step(NamedTuple):
     out_stride: int
 
 
+@kept
 class Heads(NamedTuple):
     """The shape of a head's work."""
 
@@ -57,6 +59,7 @@ class Heads(NamedTuple):
     group: Constant  # query heads that read one key head
 
 
+@kept
 class Scores(NamedTuple):
     """What becomes of the products of queries and keys. All is multiplied by log2 e: only exp2 is one instruction."""
 

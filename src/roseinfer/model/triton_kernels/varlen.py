@@ -12,11 +12,22 @@ read them.
 
 from typing import NamedTuple
 
+import torch
 import triton.language as tl
 from triton import next_power_of_2
 
 from roseinfer.model.attention.base import DeviceTokens
-from roseinfer.model.triton_kernels.language import LOWEST, SPILLING_SUMS, Constant, constant, dot_dtype, kernel
+from roseinfer.model.triton_kernels.language import (
+    LOWEST,
+    SPILLING_SUMS,
+    Constant,
+    constant,
+    dot_dtype,
+    has_wide_products,
+    kept,
+    kernel,
+    launch,
+)
 from roseinfer.model.triton_kernels.paging import (
     Heads,
     Pages,
@@ -33,10 +44,11 @@ from roseinfer.model.triton_kernels.paging import (
     with_scales,
 )
 
-_APPENDED_TOKENS = 32  # by one program, for one head
+_APPENDED_TOKENS = tl.constexpr(32)  # by one program, for one head
 _TILE_ROWS = 64  # of tensor cores' products, unless a group has more heads
 
 
+@kept
 class Tiles(NamedTuple):
     """How queries and keys are cut."""
 
@@ -44,57 +56,58 @@ class Tiles(NamedTuple):
     rows: Constant  # rows of its products: tokens times heads of a group, and padding up to a power of two
     keys: Constant  # keys of a key tile, a power of two
     dot_dtype: Constant
+    num_warps: Constant
 
 
-def varlen(step: Step, pages: Pages, rows: DeviceTokens, heads: Heads, scores: Scores) -> None:
+def tiles_of(heads: Heads, computed: torch.dtype) -> Tiles:
+    """The tiles for queries, or keys and values where these are not int8, of this type: such that no register spills.
+
+    Float32 is multiplied without tensor cores, out of registers, so its tiles are small.
+    """
+    group, padded_dim = heads.group.value, heads.padded_dim.value
+    is_wide, is_float32 = has_wide_products(), computed.itemsize == 4
+    num_rows = max(16 if is_float32 else _TILE_ROWS, next_power_of_2(group))
+    num_keys = 32 if is_float32 or padded_dim > (128 if is_wide else 64) else 64
+    is_large = padded_dim > 128 and (is_float32 or not is_wide)
+    is_large = is_large or (num_rows > _TILE_ROWS and num_rows * padded_dim >= SPILLING_SUMS)
+    return Tiles(
+        queries=constant(num_rows // group),
+        rows=constant(num_rows),
+        keys=constant(num_keys),
+        dot_dtype=constant(dot_dtype(computed)),
+        num_warps=constant(8 if is_large else 4),
+    )
+
+
+def varlen(step: Step, pages: Pages, rows: DeviceTokens, heads: Heads, tiles: Tiles, scores: Scores) -> None:
     """Write the keys and values of all rows' tokens into the cache, and their attention into `step.out`.
 
     Row r has the tokens from query_starts[r] to query_starts[r + 1]. Tokens past the last row are left alone.
     """
-    group, padded_dim = heads.group.value, heads.padded_dim.value
-    computed = step.q if pages.has_scales.value else pages.k
-    num_tile_rows, num_tile_keys = _tile_shape(padded_dim, computed.element_size())
-    num_tile_rows = max(num_tile_rows, next_power_of_2(group))
-    num_tile_queries = num_tile_rows // group
-    tiles = Tiles(
-        queries=constant(num_tile_queries),
-        rows=constant(num_tile_rows),
-        keys=constant(num_tile_keys),
-        dot_dtype=constant(dot_dtype(computed.dtype)),
-    )
     append(step, pages, rows, heads)
     num_tokens, num_kv_heads = step.k.shape[:2]
     num_rows = rows.starts.shape[0]
-    grid = (num_tiles(num_tokens, num_rows, num_tile_queries), num_kv_heads)
-    num_warps = 8 if num_tile_rows > _TILE_ROWS and num_tile_rows * padded_dim >= SPILLING_SUMS else 4
-    _attend_tile[grid](step, pages, rows, heads, tiles, scores, num_rows, num_warps=num_warps)
+    grid = (num_tiles(num_tokens, num_rows, tiles.queries.value), num_kv_heads, 1)
+    arguments = (step, pages, rows, heads, tiles, scores, num_rows)
+    launch(_attend_tile, grid, *arguments, num_warps=tiles.num_warps.value)
 
 
 def append(step: Step, pages: Pages, rows: DeviceTokens, heads: Heads) -> None:
     """Write the keys and values of all rows' tokens into the cache."""
     num_tokens, num_kv_heads = step.k.shape[:2]
     num_rows = rows.starts.shape[0]
-    grid = (num_tiles(num_tokens, num_rows, _APPENDED_TOKENS), num_kv_heads)
-    _append_tile[grid](step, pages, rows, heads, num_rows, _APPENDED_TOKENS, num_warps=4)
-
-
-def _tile_shape(padded_dim: int, item_size: int) -> tuple[int, int]:
-    """Rows and keys of a tile: float32 is multiplied without tensor cores, out of registers, so its tiles are small."""
-    if item_size == 4:
-        return 16, 32
-    return _TILE_ROWS, 64 if padded_dim <= 128 else 32
+    grid = (num_tiles(num_tokens, num_rows, _APPENDED_TOKENS.value), num_kv_heads, 1)
+    launch(_append_tile, grid, step, pages, rows, heads, num_rows, num_warps=4)
 
 
 @kernel("num_rows")
-def _append_tile(
-    step: Step, pages: Pages, rows: DeviceTokens, heads: Heads, num_rows: tl.tensor, num_tile_tokens: tl.constexpr
-) -> None:
+def _append_tile(step: Step, pages: Pages, rows: DeviceTokens, heads: Heads, num_rows: tl.tensor) -> None:
     """Write one head's keys and values of some tokens of a row into the cache."""
-    row, first_query = find_tile(rows, num_rows, tl.program_id(0), num_tile_tokens)
+    row, first_query = find_tile(rows, num_rows, tl.program_id(0), _APPENDED_TOKENS)
     head = tl.program_id(1)
     first_token = tl.load(rows.query_starts + row)
     num_queries = tl.load(rows.query_starts + row + 1) - first_token
-    queries = first_query + tl.arange(0, num_tile_tokens)
+    queries = first_query + tl.arange(0, _APPENDED_TOKENS)
     is_query = queries < num_queries
     dims = tl.arange(0, heads.padded_dim)
     is_there = is_query[:, None] & (dims < heads.dim)[None, :]

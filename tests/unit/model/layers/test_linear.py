@@ -182,10 +182,9 @@ IDS = torch.tensor([3, 15, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_float32_of_what_the_table_holds(dtype: torch.dtype) -> None:
     embedding = Embedding(TABLE, Placement(torch.device("cpu"), dtype))
-    rows = embedding(IDS)
-    assert torch.equal(rows, TABLE.to(dtype).float()[IDS])
-    embedding.add_to(rows, torch.tensor([0, 1, 2]))
-    assert torch.equal(rows, TABLE.to(dtype).float()[IDS] + TABLE.to(dtype).float()[:3])
+    assert torch.equal(embedding(IDS), TABLE.to(dtype).float()[IDS])
+    added = embedding.plus(IDS, torch.tensor([0, 1, 2]), embedding)
+    assert torch.equal(added, TABLE.to(dtype).float()[IDS] + TABLE.to(dtype).float()[:3])
 
 
 def test_a_table_is_not_widened() -> None:
