@@ -36,7 +36,7 @@ from roseinfer.model.triton_kernels import linear, pointwise, tunings
 from roseinfer.model.triton_kernels.tunings import DecodeTuning, Tunings
 
 BATCHES, CONTEXTS = (1, 4, 16, 64), (128, 512, 2048)
-TILES, SPLIT_KEYS, PROGRAMS, WARPS = (16, 32, 64, 128), (64, 128, 256), (1, 2, 4), (2, 4, 8)
+TILES, SPLIT_KEYS, PROGRAMS, WARPS = (32, 64), (64, 256), (2,), (2, 4, 8)  # a few hundred kernels to compile
 SIGNIFICANT = 0.03
 _COLD_BYTES = 256 << 20  # several times an L2 cache
 _MAX_LAYERS = 32
