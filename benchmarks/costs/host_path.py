@@ -125,7 +125,8 @@ def idle(num_rows: int, info: EngineInfo) -> Runner:
 
 
 def make_engine(num_rows: int, pipeline_depth: int, make_runner: Callable[[int, EngineInfo], Runner]) -> Engine:
-    config, cache = SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=4 * MAX_MODEL_LEN), CacheConfig()
+    # No more tokens than a graph holds: --graphs has kernels for no other step.
+    config, cache = SchedulerConfig(max_num_seqs=num_rows, max_num_batched_tokens=MAX_MODEL_LEN), CacheConfig()
     pace = Pace.of(config, cache.block_size, is_cpu=not pipeline_depth)
     num_blocks = num_rows * MAX_MODEL_LEN // cache.block_size
     scheduler = Scheduler(

@@ -345,14 +345,14 @@ class Scheduler:
         table, counts = self._table, self.counts
         bindings, self._bindings = tuple(self._bindings), []
         counts.num_decode_seqs, counts.num_prefill_seqs = len(decodes), len(chunks)
-        num_prompt_tokens = sum(length for _, length in chunks)
+        num_prompt_tokens = sum(length for _, length in chunks) if chunks else 0
         drafts = self._draft(decodes, self.limits.max_num_batched_tokens - len(decodes) - num_prompt_tokens)
         if drafts:
             decodes = rows_of([slot for slot in decodes.slots.tolist() if slot not in drafts])
         batch, index, ends, of_slots = make_batch(step_id, table, decodes, drafts, chunks, bindings)
         first_chunk = batch.num_rows - len(chunks)
-        counts.num_draft_tokens = sum(map(len, drafts.values()))
-        counts.num_prefill_tokens, counts.num_context_tokens = num_prompt_tokens, int(ends.sum())
+        counts.num_draft_tokens = sum(map(len, drafts.values())) if drafts else 0
+        counts.num_prefill_tokens, counts.num_context_tokens = num_prompt_tokens, int(np.add.reduce(ends))
         known = slice(None) if batch.drafted is None else np.flatnonzero(batch.drafted < 0)
         slots = index[known]  # one row each: what is drafted counts when it is accepted
         num_tokens, num_computed, max_tokens, _ = (of_slots := of_slots[known]).T

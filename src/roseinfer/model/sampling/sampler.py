@@ -229,5 +229,7 @@ class Sampler:
 
     def captured_logprobs(self, slots: Int32Array) -> Logprobs | None:
         """What `sample_captured` left of these rows, valid until the next step."""
+        if not self._table.num_with_logprobs:
+            return None
         counts = self._table.host["num_logprobs"][slots]
         return self._backend.last_logprobs(counts) if (counts >= 0).any() else None

@@ -37,6 +37,7 @@ class SlotTable:
         self.host: npt.NDArray[Any] = np.zeros(num_slots, SLOT)
         self.host["top_p"] = self.host["temperature"] = 1.0
         self.host["num_logprobs"] = -1
+        self.num_with_logprobs = 0  # slots
         self.vocab_size = vocab_size
         self._barred_ids: list[Int64Array] = [np.zeros(0, np.int64)] * num_slots
         self._host_bytes = torch.from_numpy(self.host.view(np.uint8).reshape(num_slots, SLOT.itemsize))
@@ -72,7 +73,9 @@ class SlotTable:
         row["temperature"] = 1.0 if is_greedy else params.temperature
         row["min_p"] = params.min_p
         row["need"] = GREEDY if is_greedy else WHOLE if is_whole else TRUNCATED
-        row["num_logprobs"] = -1 if params.num_logprobs is None else min(params.num_logprobs, self.vocab_size)
+        num_logprobs = -1 if params.num_logprobs is None else min(params.num_logprobs, self.vocab_size)
+        self.num_with_logprobs += (num_logprobs >= 0) - int(row["num_logprobs"].item() >= 0)
+        row["num_logprobs"] = num_logprobs
         if self._device_bytes.device != self._host_bytes.device:
             self._device_bytes[slot].copy_(self._host_bytes[slot].pin_memory(), non_blocking=True)
 
