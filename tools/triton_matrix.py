@@ -81,7 +81,16 @@ def test_with(version: str, directory: Path) -> Outcome:
         [python, "-c", "import triton; print(triton.__version__)"], check=True, text=True, stdout=subprocess.PIPE
     ).stdout.strip()
     assert used == version, f"{used} is imported in place of {version}"
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *tests_of_kernels()]
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "-q",
+        "-o",
+        f"cache_dir={directory / 'pytest'}",
+        "--tb=short",
+        *tests_of_kernels(),
+    ]
     log = directory / f"{version}.log"
     with log.open("w") as output:
         code = subprocess.run(  # noqa: S603
