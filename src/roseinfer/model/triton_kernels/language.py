@@ -121,6 +121,8 @@ def _kind(argument: Any) -> Any:
     """What a build depends on: of a tensor its type and whether it is aligned, of an integer its width and factors."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % _ALIGNMENT == 0
+    if isinstance(argument, tl.constexpr):  # which Triton 3.4 does not hash
+        return type(argument.value), argument.value
     if type(argument) is int:
         return argument if argument < _ALIGNMENT else (argument % _ALIGNMENT == 0, argument.bit_length() > _INT_BITS)
     return float if isinstance(argument, float) else argument
