@@ -96,9 +96,9 @@ class LinearNorm:
         self._max_rows = 0  # of one kernel
         if placement.has_triton and linear.plain is not None:
             from roseinfer.model.triton_kernels.linear import NUM_COUNTERS, Weights
-            from roseinfer.model.triton_kernels.tunings import linear_rows
+            from roseinfer.model.triton_kernels.tunings import device_name, linear_rows
 
-            name = torch.cuda.get_device_properties(placement.device).name
+            name = device_name(placement.device)
             self._max_rows = linear_rows(name, linear.num_outputs, linear.num_inputs, placement.dtype)
             counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=placement.device)
             of_linear = linear.plain.weight, linear.plain.bias

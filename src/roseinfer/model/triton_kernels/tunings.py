@@ -34,6 +34,11 @@ class Tunings(msgspec.Struct, frozen=True, kw_only=True):
     linear_rows: dict[str, int] = {}  # the most rows that `triton_kernels/linear.py` takes less time for
 
 
+def device_name(device: torch.device) -> str:
+    """The GPU's name in the file; nothing where kernels are interpreted."""
+    return str(torch.cuda.get_device_properties(device).name) if device.type == "cuda" else ""
+
+
 def decode_key(group: int, padded_dim: int, cache_dtype: torch.dtype) -> str:
     """The entry for attention of this shape."""
     return f"group {group}, dim {padded_dim}, {dtype_name(cache_dtype)}"
