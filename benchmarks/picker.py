@@ -1,9 +1,9 @@
-"""A stand-in for llm-d's endpoint picker: scores replicas as its plugins do, and tells nginx which one is to answer.
+"""A stand-in for llm-d's endpoint picker: scores replicas as its plugins do, and answers nginx with the best one.
 
     python -m benchmarks.picker --port PORT --replica URL,EVENTS,REPLAY --replica …
 
 In a cluster the gateway asks the picker with the request's body, and then carries the stream itself. Here nginx sends
-the body, and is answered with the location to go to (`X-Accel-Redirect`). Plugins and weights are read from the
+the body, and the answer names the location to go to (`X-Accel-Redirect`). Plugins and weights are read from the
 configuration that the chart gives to llm-d's picker, and the scores are those of its sources as of August 2026:
 
     prefix-cache-scorer           the share of the prompt's full blocks, from its first on, that the replica holds
@@ -237,7 +237,7 @@ class Picker:
             rendered = await answer.json()
         return [each["token_ids"] for each in (rendered if isinstance(rendered, list) else [rendered])]
 
-    async def told(self, _: web.Request) -> web.Response:
+    async def readyz(self, _: web.Request) -> web.Response:
         """GET /readyz: how many requests with a prompt each replica was given."""
         return web.json_response({"picked": [replica.num_picked for replica in self._replicas]})
 
@@ -245,7 +245,7 @@ class Picker:
 def build_app(picker: Picker) -> web.Application:
     app = web.Application(client_max_size=2 << 20)
     app.cleanup_ctx.append(picker.run)
-    app.add_routes([web.get("/readyz", picker.told), web.route("*", "/{path:.*}", picker.pick)])
+    app.add_routes([web.get("/readyz", picker.readyz), web.route("*", "/{path:.*}", picker.pick)])
     return app
 
 

@@ -82,8 +82,8 @@ def main() -> None:
     for name in ("GPT-2 small", "Qwen3-0.6B"):
         for kernel, one in launches_of(name).items():
             spreads = measure(one, options.rounds, options.calls)
-            told = (f"{each.median:.1f} ({each.least:.1f} to {each.most:.1f})" for each in spreads)
-            print(f"{name:<12} {kernel:<14} {' '.join(f'{text:>24}' for text in told)}", flush=True)
+            columns = (f"{each.median:.1f} ({each.least:.1f} to {each.most:.1f})" for each in spreads)
+            print(f"{name:<12} {kernel:<14} {' '.join(f'{text:>24}' for text in columns)}", flush=True)
 
 
 if __name__ == "__main__":

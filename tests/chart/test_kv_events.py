@@ -1,4 +1,4 @@
-"""Pods that tell what their prefix caches hold: to whom, under which name, and what the picker is told of it."""
+"""KV events in the chart: ports, network policy, model name, and the configuration of the picker."""
 
 import re
 

@@ -139,7 +139,7 @@ CONTRADICTIONS = [
     ),
     (
         f"{{kvEvents: {{enabled: true}}, networkPolicy: {{enabled: false}}, apiKeys: {{existingSecret: s}}, {POOL}}}",
-        "say by kvEvents.renderURL who tells it",
+        "set kvEvents.renderURL to a server that it can ask",
     ),
     (
         "{kvEvents: {enabled: true}, networkPolicy: {enabled: false}, config: {kv_events: {endpoint: 'tcp://*:1'}}}",

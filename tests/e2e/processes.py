@@ -1,4 +1,4 @@
-"""The processes of this machine, as the kernel tells of them."""
+"""Finds the processes of this machine in /proc."""
 
 from contextlib import suppress
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Scrapers are answered without aiohttp, and nobody can tell but by how fast it is."""
+"""Scrapers are answered without aiohttp, with the answers that aiohttp gives."""
 
 import asyncio
 import gzip

@@ -8,9 +8,9 @@ frames, the topic, a sequence number (8 bytes, big-endian) and `[time, [event, â
     ["AllBlocksCleared"]
 
 or a map of the same fields, whose names are in `_FIELDS`. A hash is the last 64 bits of the block's digest. The extra
-key is the salt that the request's body has, which routers see too. What an API key adds to the salt is not told, or
-they would find no prefix at all. Readers that missed messages ask the replay socket for those from a number on (8
-bytes), and get them as they were, behind an empty frame, until one with the number -1.
+key is the salt that the request's body has, which routers see too; what an API key adds to the salt is left out, since
+routers do not know it and would find no prefix. Readers that missed messages ask the replay socket for those from a
+number on (8 bytes), and get them as they were, behind an empty frame, until one with the number -1.
 
 The engine only hands its changes to a thread. When too many wait for it some are dropped, and in their place the
 readers are told that all blocks are gone: they may miss a block that is there, and never believe in one that is not.

@@ -64,7 +64,7 @@ class Stream:
 
     def free_bytes(self) -> int:
         """Bytes of the device's memory that nothing holds, once what was kept for reuse is given back."""
-        return sys.maxsize  # of a host nobody asks: it captures nothing
+        return sys.maxsize  # a host captures nothing, so this limits nothing
 
 
 class _PastEvent:

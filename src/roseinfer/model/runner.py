@@ -229,7 +229,7 @@ class ModelRunner:
             return self._results.fetch(tokens, logprobs, scores=scores, pooled=pooled)
 
     def _ends(self, step: StagedStep, hidden: torch.Tensor) -> torch.Tensor:
-        """In the place of tokens that nobody reads, where all rows that end are pooled: whether each has failed."""
+        """In place of tokens where every row that ends is pooled: `NO_TOKEN` for a row that failed, else 0."""
         rows = hidden if step.sampled_tokens is None else hidden.index_select(0, step.sampled_tokens)
         return torch.where(rows[: step.num_samples].isfinite().all(1), 0, NO_TOKEN)
 

@@ -1,4 +1,4 @@
-"""The batches that a runner computes before its first request: prompts of zeros, decode rows, and the largest draws."""
+"""Makes the batches that a runner computes before its first request: prompts, decode rows, and the largest draws."""
 
 from concurrent.futures import Future
 

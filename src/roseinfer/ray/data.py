@@ -202,9 +202,9 @@ def _cluster() -> Iterator[None]:
 
 
 def _start_here() -> None:
-    """Start a cluster that listens at the loopback alone, since whoever reaches one may run any program there.
+    """Start a cluster that listens at the loopback alone, since a client that reaches one can run any program there.
 
-    The switch is not public in Ray, which has it for systems with a firewall that asks; checked with 2.60.
+    The switch is not public in Ray, which has it for systems whose firewall asks the user; checked with 2.60.
     """
     ray_constants.ENABLE_RAY_CLUSTER = False
     ray.init("local", logging_level=logging.WARNING, include_dashboard=False)

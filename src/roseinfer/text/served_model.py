@@ -12,7 +12,7 @@ from roseinfer.text.text_model import TextModel
 
 
 class ServedModel:
-    """What makes jobs for the engine of the requests of any API; the text side is there when the engine is ready."""
+    """Prepares the requests of every API for the engine; the text side is there when the engine is ready."""
 
     def __init__(self, config: Config, client: EngineClient, grammars: GrammarChecker | None = None) -> None:
         self._tool_format = config.structured.tool_format

@@ -1,6 +1,6 @@
 """What each kind of step asks of a GPU: launches, copies, and places where the host waits for the device; and no races.
 
-`EXPECTED` is the one table of it. A change that makes a step do less is told by the same failure as one that makes it
+`EXPECTED` is the one table of it. A change that makes a step do less fails the same test as one that makes it
 do more, with the line that is now right.
 """
 

@@ -54,10 +54,10 @@ of spans (less than two). The grace period has to outlast their sum, or the kube
 {{- fail "kvEvents.enabled and config.cache.prefix_caching is false: there are no prefixes to tell of" }}
 {{- end }}
 {{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.kvEventsFrom) }}
-{{- fail "kvEvents.enabled and networkPolicy.kvEventsFrom is empty, so that nobody reaches the events: name the picker or router there" }}
+{{- fail "kvEvents.enabled and networkPolicy.kvEventsFrom is empty, so that no pod may read the events: name the picker or router there" }}
 {{- end }}
 {{- if and .Values.inferencePool.enabled .Values.apiKeys.existingSecret (not $events.renderURL) }}
-{{- fail "kvEvents.enabled and inferencePool.enabled with apiKeys.existingSecret: the picker, which has no key, cannot ask the API port for the tokens of a prompt; say by kvEvents.renderURL who tells it, such as http://localhost:8000 for `vllm launch render` in its pod" }}
+{{- fail "kvEvents.enabled and inferencePool.enabled with apiKeys.existingSecret: the picker, which has no key, cannot ask the API port for the tokens of a prompt; set kvEvents.renderURL to a server that it can ask, such as http://localhost:8000 for `vllm launch render` in its pod" }}
 {{- end }}
 {{- else if $events.renderURL }}
 {{- fail "kvEvents.renderURL is given and kvEvents.enabled is false: the picker's configuration would not have it" }}

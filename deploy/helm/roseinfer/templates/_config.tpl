@@ -86,7 +86,7 @@ A process sees all cores of its node, and a quota only as being stopped: more th
 {{- end }}
 {{- end }}
 
-{{/* The names that clients give the model, as JSON; the first is the one that the server itself tells. */}}
+{{/* The names that clients give the model, as JSON; the first is the one that the server reports. */}}
 {{- define "roseinfer.modelNames" -}}
 {{- $names := include "roseinfer.option" (dict "context" . "section" "server" "name" "served_model_name" "default" "") }}
 {{- $path := include "roseinfer.option" (dict "context" . "section" "model" "name" "path" "default" "roseinfer/demo") }}

@@ -20,7 +20,7 @@ class BlockChain:
     """The digests and contents of one sequence's full blocks, first to last; it only grows."""
 
     root: bytes
-    client_salt: str = ""
+    client_salt: str = ""  # the part of the salt that is in the request's body, for KV events
     digests: list[bytes] = field(default_factory=list)
     contents: list[bytes] = field(default_factory=list)  # the token ids of each block as int32
 

@@ -1,4 +1,4 @@
-"""What requests change about logits, in tables on the device by slot, for kernels that change them as they read them.
+"""Keeps logit edits in tables on the device, by slot, which the sampling kernels apply when they read logits.
 
 A slot has a word for each token of the vocabulary: how often the token was generated, whether it is known at all,
 whether it is barred at first, and which of the slot's biases it gets. A kernel that draws a token counts it there, so

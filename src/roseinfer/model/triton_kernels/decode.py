@@ -283,7 +283,7 @@ def _decode_group(
 
 @kernel()
 def _is_last(parts: Parts, row: tl.tensor, head: tl.tensor, num_used: tl.tensor) -> tl.tensor:
-    """Whether the row's other splits are done too; what they stored can be read then. One program is told so."""
+    """Whether the row's other splits are done too; what they stored can be read then. True in one program."""
     arrivals = parts.arrivals + row * tl.num_programs(1) + head
     tl.debug_barrier()  # all threads have stored, and the atomic addition publishes what they stored
     is_last = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == num_used - 1

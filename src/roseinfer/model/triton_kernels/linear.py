@@ -1,4 +1,4 @@
-"""A linear of few rows whose result goes into the residual stream, and the norm of the sum, in one kernel.
+"""Computes a linear of few rows, adds it to the residual stream, and norms the sum, in one kernel.
 
 Each program multiplies a tile of rows with a tile of the weight and adds it to the stream. The one that finishes the
 last tile of some rows norms them: they are complete then. The sums over the inputs do not depend on the other rows.

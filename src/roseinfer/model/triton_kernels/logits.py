@@ -1,6 +1,6 @@
-"""Rows of logits as the sampling kernels read them, changed as requests ask, and the mass that a logit stands for.
+"""Reads rows of logits for the sampling kernels, edited as requests ask, and computes the mass of a logit.
 
-Changed logits are nowhere in memory: each kernel that reads them changes them again. The changes, and their order, are
+Edited logits are nowhere in memory: each kernel that reads logits edits them again. The changes, and their order, are
 those of sampling/logit_edits.py, bit for bit.
 """
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of the model's own logits, beside the sampling: of a row's token, and of the likeliest ones.
+"""Computes log-probabilities of the sampled tokens and of the likeliest ones, before edits, while a step samples.
 
 Each piece leaves its mass and its likeliest tokens; the program that has drawn the row's token joins them.
 """

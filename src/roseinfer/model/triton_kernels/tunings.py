@@ -1,4 +1,4 @@
-"""How kernels are cut for a GPU: from `tunings.json`, else by rule.
+"""Tiles, splits and warps of the kernels on a GPU: from `tunings.json`, else by rule.
 
 `python -m benchmarks.gpu.search` measures on a GPU, and writes what was fastest under the GPU's name into that file.
 """

@@ -50,7 +50,7 @@ class Forwarder(WriteObserver):
     """The observer that sends facts to another process. `hub` gets the facts, and gives them to it in batches.
 
     Each message wakes the other process on a core that an engine and this process want too, with none of its code and
-    data in the caches: so facts wait once more, unless somebody asks for them.
+    data in the caches: so facts wait here too, for each other, until they are asked for or old enough.
     """
 
     def __init__(self, num_dropped_log_lines: Callable[[], int] = lambda: 0, *, is_traced: bool = False) -> None:

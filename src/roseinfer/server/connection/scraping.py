@@ -2,7 +2,7 @@
 
 Pickers of gateways ask each server for its metrics every 50 ms, on connections that they use for nothing else. Through
 aiohttp and our middlewares such a request takes most of a millisecond of the event loop that serves streams, nearly all
-for what its head does not hold. Here its head goes to the process that has the metrics, and the answer comes back as
+for features that it does not use. Here its head goes to the process that has the metrics, and the answer comes back as
 it is written. From the first head on that is not a scraper's, a connection is aiohttp's for good.
 """
 
@@ -34,7 +34,7 @@ _HEAD = re.compile(
 
 
 class Scraping(asyncio.Protocol):
-    """A socket on which nobody but a scraper has asked for anything; its connection takes over then."""
+    """The protocol of a socket until the first request that is not a scraper's; then its `Connection` takes over."""
 
     def __init__(self, connection: Connection, port: Port, scrape: Scrape) -> None:
         self._connection = connection

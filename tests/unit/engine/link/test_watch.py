@@ -1,4 +1,4 @@
-"""An engine that stands still is told, and one that hangs is ended."""
+"""An engine that stands still is reported, and one that hangs is ended."""
 
 import asyncio
 import time
