@@ -245,7 +245,7 @@ async def fact_costs(num_streams: int, num_steps: int) -> tuple[float, float]:
         forwarder.hub.on_start(timeline)
     began_s = time.thread_time()
     for number in range(num_steps):
-        tell_step(forwarder.hub, timelines, number)
+        observe_step(forwarder.hub, timelines, number)
         await asyncio.sleep(0)
     forwarder.catch_up()
     sent_s = time.thread_time()
@@ -259,7 +259,7 @@ async def fact_costs(num_streams: int, num_steps: int) -> tuple[float, float]:
     return (sent_s - began_s) * us, (time.thread_time() - opened_s) * us
 
 
-def tell_step(hub: Hub, timelines: list[RequestTimeline], number: int) -> None:
+def observe_step(hub: Hub, timelines: list[RequestTimeline], number: int) -> None:
     """A step of 2 ms and a write for each of its tokens."""
     tokens_ns = (10 + 2 * number) * MS
     values = dict.fromkeys(StepRecord.__struct_fields__, 1) | {"step_id": number, "num_prefill_seqs": 0}

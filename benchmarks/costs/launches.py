@@ -18,7 +18,8 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from benchmarks.figures import Spread
-from benchmarks.gpu.kernels import AbsentGpu, LayerKernels
+from benchmarks.gpu.absent_gpu import AbsentGpu
+from benchmarks.gpu.kernels import LayerKernels
 from benchmarks.gpu.performance_model import MODELS
 from benchmarks.machine import describe
 from roseinfer.model.triton_kernels.language import Kernel, launch

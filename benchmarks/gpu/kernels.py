@@ -1,11 +1,6 @@
-"""The Triton kernels of a model's layers, on tensors of its shape: for what times them, and for what compiles them.
-
-`AbsentGpu` is a driver for Triton: kernels are compiled for a GPU that is not there, and launched into nothing.
-"""
+"""The Triton kernels of a model's layers, on tensors of its shape, for what times them and what compiles them."""
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -124,30 +119,3 @@ class LayerKernels:
             calls["norms and rotation"] = lambda: pointwise.turn_heads(merged, *heads, turns, norms, _EPSILON)
             calls["gate"] = lambda: pointwise.silu_gate(gates)
         return calls
-
-
-class AbsentGpu:
-    """A driver for Triton. Launches do nothing."""
-
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
-        self.utils = SimpleNamespace(
-            get_device_properties=lambda _: {"max_shared_mem": 1 << 30}, load_binary=lambda *_: (self, self, 0, 0, 1024)
-        )
-
-    def get_current_device(self) -> int:
-        return self.capability
-
-    def get_current_stream(self, _device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.capability, 32)
-
-    def launcher_cls(self, _source: object, _metadata: object) -> Callable[..., None]:
-        return _nothing
-
-
-def _nothing(*_: object) -> None: ...

@@ -172,7 +172,7 @@ class ModelRunner:
             decode = [GraphSize(num_rows, num_rows, is_decode=True) for num_rows in graph_sizes(limits.max_decode_rows)]
             prompts = [GraphSize(*size) for size in prompt_graph_sizes(limits.max_tokens, num_slots)]
             self._graphs = CudaGraphs(stream, (*decode, *prompts), partial(self._stage_graph, None), self._compute)
-            self._tell_graphs(self._graphs)
+            self._report_graphs(self._graphs)
 
     @property
     def vocab_size(self) -> int:
@@ -332,14 +332,14 @@ class ModelRunner:
         if graphs is not None and self._captures_at_startup:
             with torch.inference_mode():
                 graphs.capture_all(partial(self._on_progress, LifecycleState.WARMUP, "cuda_graphs"))
-            self._tell_graphs(graphs)
+            self._report_graphs(graphs)
             # Each capture makes torch return the memory that it kept for the next step. A step that does not fit beside
             # the graphs fails here, and not in a stream.
             self.launch(self._prompt_batch(max_num_tokens)).wait()
             self._warm_sampling()
         self._last_token.zero_()
 
-    def _tell_graphs(self, graphs: CudaGraphs) -> None:
+    def _report_graphs(self, graphs: CudaGraphs) -> None:
         decode, prompts = graphs.sizes(is_decode=True), graphs.sizes(is_decode=False)
         self.info = msgspec.structs.replace(
             self.info,

@@ -39,7 +39,7 @@ from roseinfer.model.device_stream import Event, Graph, Stream
 from roseinfer.model.runner import LaunchedBatch, load_runner
 from tests.conftest import require_tool
 from tests.unit.model.happens_before import Copies
-from tests.unit.model.triton_processes import Ahead, Worker, started
+from tests.unit.model.triton_processes import ABSENT_GPU, Worker, started
 
 CUDA = torch.device("cuda")
 
@@ -395,7 +395,7 @@ def _prepare(guard: Path | None) -> None:
             return read(checkpoint, *arguments, **named)
 
     patch.setattr(Checkpoint, "tensor", read_for_real)
-    triton.runtime.driver.set_active(Ahead())
+    triton.runtime.driver.set_active(ABSENT_GPU)
     patch.setattr(JITFunction, "run", _launched)
 
 

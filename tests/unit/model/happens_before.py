@@ -54,7 +54,7 @@ class Copies:
         self._writes = [copy for copy in self._writes if copy.time > time]
 
     def look(self) -> None:
-        """Tell of memory that was written since a copy was queued that may still read it."""
+        """Report memory that was written since a copy was queued that may still read it."""
         sound = []
         for copy in self._reads:
             if np.array_equal(copy.memory, copy.numbers):

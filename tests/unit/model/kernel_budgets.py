@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.gpu.kernels import AbsentGpu, LayerKernels
+from benchmarks.gpu.absent_gpu import AbsentGpu
+from benchmarks.gpu.kernels import LayerKernels
 from benchmarks.gpu.performance_model import MODELS
 
 FILE = Path(__file__).with_suffix(".json")

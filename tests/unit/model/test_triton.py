@@ -26,7 +26,14 @@ from tests.attention_cases import (
     invariant_results,
     new_backend,
 )
-from tests.unit.model.triton_processes import Ahead, Worker, compiled, compiler_process, interpreter_process, ptxas_for
+from tests.unit.model.triton_processes import (
+    ABSENT_GPU,
+    Worker,
+    compiled,
+    compiler_process,
+    interpreter_process,
+    ptxas_for,
+)
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; the extra `test` has it")
 
@@ -253,7 +260,7 @@ def compile_steps(capability: int, case: Case, steps: list[list[int]]) -> list[t
     from roseinfer.model.triton_kernels.tunings import decode_tuning
     from roseinfer.model.triton_kernels.varlen import tiles_of, varlen
 
-    Ahead.capability = capability
+    ABSENT_GPU.capability = capability
     compiled.clear()
     bench = Bench(case, CPU, max(map(len, steps)), max(map(sum, steps)))
     heads, pages = heads_of(case.spec), pages_of(bench.cache, 0)
@@ -344,7 +351,7 @@ def compile_rows(capability: int, dtype: torch.dtype) -> list[tuple[str, int]]:
     from roseinfer.model.triton_kernels.linear import NUM_COUNTERS, Weights, linear_add_norm
     from roseinfer.model.triton_kernels.pointwise import Turns, add_norm, embed, silu_gate, turn_heads
 
-    Ahead.capability = capability
+    ABSENT_GPU.capability = capability
     compiled.clear()
     weight, bias, angles = torch.ones(896), torch.ones(896), torch.zeros(99, 32)
     square, counters = torch.zeros(896, 896, dtype=dtype), torch.zeros(NUM_COUNTERS, dtype=torch.int32)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.gpu.absent_gpu import AbsentGpu
 from tests.unit.model.fake_device import launched
 
 Parameters = ParamSpec("Parameters")
@@ -100,23 +101,7 @@ def interpreter_process() -> Iterator[Worker]:
     yield from started({"TRITON_INTERPRET": "1"}, _prepare_interpreter)
 
 
-class Ahead:
-    """A driver of a GPU that is not there: kernels are compiled for it, and never launched."""
-
-    capability = 90
-
-    def get_current_device(self) -> int:
-        return self.capability
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.capability, 32)
-
-
+ABSENT_GPU = AbsentGpu(90)  # of a process that compiles
 compiled: list[Any] = []
 
 
@@ -131,7 +116,7 @@ def _prepare_compiler() -> None:
     import triton
     from triton.runtime.jit import JITFunction
 
-    triton.runtime.driver.set_active(Ahead())
+    triton.runtime.driver.set_active(ABSENT_GPU)
     run = JITFunction.run
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> None:
@@ -141,5 +126,5 @@ def _prepare_compiler() -> None:
 
 
 def compiler_process(cache_dir: Path) -> Iterator[Worker]:
-    """For a fixture: kernels that are launched end up in `compiled`, for a GPU of `Ahead.capability`."""
+    """For a fixture: kernels that are launched end up in `compiled`, for a GPU of `ABSENT_GPU.capability`."""
     yield from started({"TRITON_CACHE_DIR": str(cache_dir)}, _prepare_compiler)

@@ -14,7 +14,7 @@ from roseinfer.model.sampling.sampler import Sampler
 from roseinfer.model.sampling.slot_table import SlotTable
 from roseinfer.model.sampling.torch import TorchSampling
 from tests.unit.model.sampling import test_logit_edits
-from tests.unit.model.triton_processes import Ahead, Worker, compiled, compiler_process, interpreter_process
+from tests.unit.model.triton_processes import ABSENT_GPU, Worker, compiled, compiler_process, interpreter_process
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; the extra `test` has it")
 
@@ -341,7 +341,7 @@ def compile_rows(capability: int, vocab_size: int, dtype: torch.dtype) -> dict[s
     """The kernels that batches of several sizes need, in graphs and without, as PTX by their names."""
     from roseinfer.model.sampling.triton import TritonSampling
 
-    Ahead.capability = capability
+    ABSENT_GPU.capability = capability
     compiled.clear()
     table, integers = table_of(vocab_size), torch.zeros(40, dtype=torch.int64)
     sampling = TritonSampling(table, CPU, EditTable(len(OWNERS), vocab_size, 1024, CPU))
