@@ -22,9 +22,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import protocol, report
-from benchmarks.random_gpt2 import default_directory, make
-from benchmarks.served import DEFAULT_PEERS
+try:
+    from benchmarks import protocol, report
+    from benchmarks.random_gpt2 import default_directory, make
+    from benchmarks.served import DEFAULT_PEERS
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"{sys.executable} has no {error.name}: name with PYTHON one that has torch and the packages of pyproject.toml"
+    ) from None
 
 
 class Part(NamedTuple):

@@ -44,12 +44,19 @@ class Parser(argparse.ArgumentParser):
         where, _, sentence = message.partition(": ")
         if where == "unrecognized arguments":
             argument = sentence.split()[0]
-            shown = [flag for flag in self._option_string_actions if "=" not in flag]
-            hint = closest(argument.partition("=")[0], shown, likeness=0.75) if argument.startswith("-") else ""
-            raise ConfigError(f"is not an argument of {self.prog}{hint}", param=argument)
+            raise ConfigError(f"is not an argument of {self.prog}{self._hint(argument)}", param=argument)
         if where.startswith("argument "):
             raise ConfigError(sentence, param=where.removeprefix("argument "))
         raise ConfigError(f"{message}; see {self.prog} --help")
+
+    def _hint(self, argument: str) -> str:
+        """`; did you mean X?` for an option without its section, a misspelled one or a checkpoint without its flag."""
+        shown = [flag for flag in self._option_string_actions if "=" not in flag]
+        if not argument.startswith("-"):
+            return f"; did you mean --model {argument}?" if "/" in argument and "--model" in shown else ""
+        name = argument.partition("=")[0]
+        whole = [flag for flag in shown if flag.startswith("--") and flag.endswith(f".{name[2:]}")]
+        return f"; did you mean {' or '.join(whole)}?" if whole else closest(name, shown, likeness=0.75)
 
     def check_switches(self, arguments: Sequence[str], left_over: str) -> None:
         """Raise ConfigError for a value after a boolean flag, which takes it only behind `=`."""

@@ -264,6 +264,7 @@ class RunnerConfig:
         "most 8, since with "
         "more a row could depend on its neighbours.",
         ge=1,
+        le=1024,
     )
 
     def pipeline_depth_on(self, device: str) -> int:

@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import fields
 from itertools import count
 from typing import Any
 
@@ -54,8 +55,9 @@ Event = list[Any]
 def publishing(config: Config, engine: Engine) -> Iterator[Callable[[], None]]:
     """Yields what is to be called after each step: it publishes, if that is configured, what changed in the cache."""
     if config.kv_events.endpoint is None:
-        if config.kv_events.replay_endpoint is not None:
-            raise ConfigError("needs kv_events.endpoint too", param="kv_events.replay_endpoint")
+        for field in fields(KVEventsConfig):
+            if getattr(config.kv_events, field.name) != field.default:
+                raise ConfigError("needs kv_events.endpoint too", param=f"kv_events.{field.name}")
         yield lambda: None
         return
     cache, info = engine.scheduler.kv_cache.prefix_cache, engine.info

@@ -1,5 +1,6 @@
 """The paged KV cache: its tensors, their type, and how many blocks fit into memory."""
 
+import os
 from typing import Literal
 
 import torch
@@ -69,13 +70,14 @@ def plan_num_blocks(
     """Blocks of the pool: as configured, or what `max_active_seqs` of full length need, or what the memory holds.
 
     Of a GPU's memory `sampling_bytes` are left for the tables of the sampler.
-    Call it when the weights are on the device. Raises ConfigError when not even one sequence of `max_model_len` fits.
+    Call it when the weights are on the device. Raises ConfigError when not even one sequence of `max_model_len` fits,
+    or when a CPU's memory could not hold them.
     """
     blocks_per_seq = -(-max_model_len // config.block_size)
+    block_bytes = config.block_size * spec.bytes_per_token(dtype_of(config.dtype, placement))
     if config.num_blocks is not None:
         num_blocks, cause = config.num_blocks, "cache.num_blocks"
     else:
-        block_bytes = config.block_size * spec.bytes_per_token(dtype_of(config.dtype, placement))
         budget_bytes, cause = _budget_bytes(config, placement.device, sampling_bytes)
         num_blocks = min(blocks_per_seq * max_active_seqs, budget_bytes // block_bytes)
     if num_blocks < blocks_per_seq:
@@ -85,7 +87,17 @@ def plan_num_blocks(
             "model.max_model_len.",
             param="cache.num_blocks",
         )
+    if placement.device.type == "cpu" and num_blocks * block_bytes > (memory := _machine_bytes()):
+        raise ConfigError(
+            f"The {num_blocks} blocks of the KV cache would take {num_blocks * block_bytes / 2**30:.1f} GiB, and this "
+            f"machine has {memory / 2**30:.1f} GiB of memory.",
+            param=cause,
+        )
     return num_blocks
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _budget_bytes(config: CacheConfig, device: torch.device, sampling_bytes: int) -> tuple[int, str]:

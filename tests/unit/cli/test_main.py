@@ -120,6 +120,16 @@ def test_flag_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
           "--cache.prefix-caching=false or --no-cache.prefix-caching")),
         (["generate", ""], "roseinfer: PROMPT: is empty"),
         (["serve", "extra"], "roseinfer: extra: is not an argument of roseinfer serve"),
+        (["serve", "openai-community/gpt2"],
+         ("roseinfer: openai-community/gpt2: is not an argument of roseinfer serve; "
+          "did you mean --model openai-community/gpt2?")),
+        (["serve", "--speculation", "4"],
+         "roseinfer: --speculation: is not an argument of roseinfer serve; did you mean --scheduler.speculation?"),
+        (["serve", "--endpoint=x"],
+         ("roseinfer: --endpoint=x: is not an argument of roseinfer serve; "
+          "did you mean --kv-events.endpoint or --tracing.endpoint?")),
+        (["serve", "--runner.num-threads", "100000"],
+         "roseinfer: runner.num_threads (from --runner.num-threads): Expected `integer` <= 1024, got '100000'"),
         (["bench", "serve", "http://h:1"],
          "roseinfer: http://h:1: is not an argument of roseinfer bench serve; did you mean --url http://h:1?"),
         (["generate"], "roseinfer: the following arguments are required: PROMPT; see roseinfer generate --help"),

@@ -263,9 +263,14 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         KVEventPublisher(KVEventsConfig(endpoint="nonsense"), "", 4, "CPU")
     with pytest.raises(ConfigError, match=r"kv_events\.endpoint: there is nothing to tell"):
         Config(kv_events=KVEventsConfig(endpoint="tcp://*:5557"), cache=CacheConfig(prefix_caching=False))
-    alone = Config(kv_events=KVEventsConfig(replay_endpoint="tcp://*:5558"))
-    with pytest.raises(ConfigError, match=r"kv_events\.replay_endpoint: needs"), publishing(alone, make_engine()):
-        pass
+    for name, alone in (
+        ("replay_endpoint", KVEventsConfig(replay_endpoint="tcp://*:5558")),
+        ("topic", KVEventsConfig(topic="kv")),
+        ("form", KVEventsConfig(form="map")),
+    ):
+        config = Config(kv_events=alone)
+        with pytest.raises(ConfigError, match=rf"kv_events\.{name}: needs"), publishing(config, make_engine()):
+            pass
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(ConfigError, match="needs pyzmq"):
         KVEventPublisher(KVEventsConfig(endpoint=f"ipc://{tmp_path}/a"), "", 4, "CPU")

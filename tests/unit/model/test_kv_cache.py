@@ -58,6 +58,19 @@ def test_one_full_sequence_must_fit(config: CacheConfig, told: str) -> None:
     assert "63 blocks" in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("config", "param"),
+    [
+        (CacheConfig(num_blocks=10**9), "cache.num_blocks"),
+        (CacheConfig(cpu_memory_mib=10**9), "cache.cpu_memory_mib"),
+    ],
+)
+def test_a_cpu_must_have_the_memory(config: CacheConfig, param: str) -> None:
+    with pytest.raises(ConfigError, match=r"GiB, and this machine has \d") as caught:
+        plan(config, max_active_seqs=10**7)
+    assert caught.value.param == param
+
+
 GPU = Placement(torch.device("cuda"), torch.bfloat16)  # 1 KiB a token
 GIB, BLOCK_BYTES = 1 << 30, 16 << 10
 
