@@ -198,7 +198,7 @@ def vllm_version(venv: Path) -> str | None:
 
 
 def version_in(python: str, package: str) -> str | None:
-    """Of a package and its torch in the environment of a Python; None where it is not installed."""
+    """Versions of a package and of torch in the environment of a Python; None where it is not installed."""
     printed = subprocess.run(  # noqa: S603 - the environment that the caller named
         [python, "-c", f"import importlib.metadata as m; print(m.version('{package}'), m.version('torch'))"],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Measures the Python before each launch of a Triton kernel, ours and Triton's own, in microseconds, without a GPU.
+"""Measures the time that Python takes for each launch of a Triton kernel, by `launch` and by Triton, without a GPU.
 
     python -m benchmarks.costs.launches [--rounds 9] [--calls 300]
 

@@ -22,7 +22,6 @@ PYTEST = (sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootd
 SANITIZER_TESTS = ("tests/gpu/test_attention.py", "-k", "not graph and not allocates")
 SANITIZER_OPTIONS = ("--tool", "memcheck", "--error-exitcode", "86")
 OUTCOME = re.compile(r"^(tests/gpu/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
-
 ERRORS = re.compile(r"^=+ ERROR SUMMARY: ([1-9]\d* errors?)", re.MULTILINE)
 
 
@@ -45,7 +44,7 @@ def run(command: Sequence[str], log: Path, limit_s: float, environment: dict[str
 
 
 def why(text: str, log: Path) -> str:
-    """A run did not end well, from what it has printed."""
+    """Why a run did not end well, from what it has printed."""
     if "no tests ran" in text:
         return "no test was collected"
     errors = ERRORS.findall(text)

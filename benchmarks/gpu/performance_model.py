@@ -101,7 +101,7 @@ class Node(NamedTuple):
     num_operations: int = 0
 
     def seconds(self, gpu: Gpu) -> float:
-        """Of them all."""
+        """The time that all of them take."""
         return self.num_nodes * (max(self.num_bytes / gpu.bandwidth, self.num_operations / gpu.peak) + NODE_S)
 
 

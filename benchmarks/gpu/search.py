@@ -47,7 +47,7 @@ Call = Callable[[], object]
 
 
 def microseconds(calls: Sequence[Call], device: torch.device) -> float:
-    """Of one of the calls, which run one after the other."""
+    """Microseconds of one call, of several that run one after the other."""
     for call in calls:
         call()
     if device.type == "cpu":

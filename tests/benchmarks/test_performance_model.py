@@ -38,7 +38,7 @@ def num_nodes(model: Model, step: Step) -> int:
 @pytest.mark.parametrize("name", ["GPT-2 small", "Qwen3-0.6B"])
 @pytest.mark.parametrize("batch", [1, 64])
 def test_the_nodes_are_those_of_the_captured_step(name: str, batch: int) -> None:
-    """Which are counted on a GPU that is none, with as many processors as an H100."""
+    """Counted by `fake_cuda.py`, with as many processors as an H100."""
     assert num_nodes(MODELS[name], decode(batch, 6)) == EXPECTED[f"{name}, batch {batch}"].nodes
 
 

@@ -178,7 +178,7 @@ class Scratch:
         return buffer[:size].view(shape)
 
     def zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """As `buffer`, of zeros when it is new: for those who leave zeros behind."""
+        """As `buffer`, and zeroed when it is new. Kernels that use it leave zeros behind."""
         known = self._buffers.get(name)
         buffer = self.buffer(name, shape, dtype)
         if self._buffers[name] is not known:

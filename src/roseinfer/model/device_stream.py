@@ -63,7 +63,7 @@ class Stream:
         raise NotImplementedError
 
     def free_bytes(self) -> int:
-        """Bytes of the device's memory that nothing holds, once what was kept for reuse is given back."""
+        """Free bytes of the device's memory, after torch's cache has been emptied."""
         return sys.maxsize  # a host captures nothing, so this limits nothing
 
 

@@ -190,7 +190,7 @@ def _cluster() -> Iterator[None]:
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)
-    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # it warns that there are no bars
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # it warns that progress bars are off
     for name in ("exceptions", "_internal.execution.streaming_executor_state"):  # they tell what is raised
         logging.getLogger(f"ray.data.{name}").setLevel(logging.CRITICAL)
     context.raise_original_map_exception = True

@@ -59,7 +59,7 @@ NoteKind = Literal["triton", "torch", "graph", "in", "out", "wait", "race"]
 
 
 class Note(NamedTuple):
-    """One thing that was asked of the device, and by whom."""
+    """One thing that was asked of the device, and the function that asked."""
 
     kind: NoteKind
     what: str
@@ -268,7 +268,7 @@ class _Graph:
 
 
 class FakeCudaStream(Stream):
-    """`CudaStream` of a GPU that is none."""
+    """Stands in for `CudaStream` where there is no GPU."""
 
     is_host = False
     device = CUDA
@@ -336,7 +336,7 @@ class FakeGpu:
 
 
 def write_hollow_checkpoint(directory: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Path:
-    """A checkpoint whose weights, bfloat16, are a hole in a file: for who never reads them."""
+    """A checkpoint whose weights, bfloat16, are a hole in a file, for tests that never read them."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     header, end = dict[str, object](), 0

@@ -283,7 +283,7 @@ def test_the_host_is_asked_nothing_during_a_capture() -> None:
         RecordedGraph(lambda: print(torch.ones(1).sum().item()))
 
 
-# --- rows of nobody ---------------------------------------------------------------------------------------------------
+# --- rows of no request -----------------------------------------------------------------------------------------------
 
 
 class Watched:

@@ -1,8 +1,9 @@
 {{/*
 What may not be: each contradiction between values ends the rendering with the values' names.
 
-After the sleep before SIGTERM come the drain, the farewell to what is left (less than five seconds) and the delivery
-of spans (less than two). The grace period has to outlast their sum, or the kubelet cuts streams that were promised to end.
+After the sleep before SIGTERM come the drain, the farewell to what is left (4.5 seconds at most) and the delivery of facts
+and spans (less than two seconds, three at most where other processes have the cores). A grace period in whole seconds above
+7 outlasts both; a shorter one lets the kubelet cut streams that were promised to end.
 */}}
 {{- define "roseinfer.drainSeconds" -}}
 {{- include "roseinfer.option" (dict "context" . "section" "server" "name" "drain_timeout_s" "default" 25) | float64 | ceil | int }}

@@ -154,7 +154,7 @@ class FlashInferAttention:
 
 
 def _first_line(error: BaseException) -> str:
-    """Of a message that may be a compiler's output of many lines."""
+    """The first line of an error's message, which may be a compiler's output."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message").rstrip(".")
 
 

@@ -82,7 +82,7 @@ class Linear:
 
     @property
     def plain(self) -> "TorchLinear | None":
-        """The form of this linear if it is the plain one."""
+        """The implementation by torch, if this linear has that one."""
         return self._multiply if isinstance(self._multiply, TorchLinear) else None
 
     @property

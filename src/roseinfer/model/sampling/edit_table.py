@@ -29,7 +29,7 @@ EDIT = np.dtype([("kinds", np.int32), ("presence", np.float32), ("frequency", np
 
 
 def edit_bytes(num_slots: int, vocab_size: int, max_model_len: int) -> int:
-    """Memory of the tables on the device, all but that of masks beside drafted tokens."""
+    """Bytes of the tables on the device, without the masks of drafted tokens."""
     words = _padded(vocab_size) + max_model_len + MAX_BIASES + 1 + EDIT.itemsize // 4
     return 4 * num_slots * (words + num_mask_words(vocab_size) + 1)
 
@@ -39,12 +39,12 @@ def _padded(vocab_size: int) -> int:
 
 
 def num_mask_words(vocab_size: int) -> int:
-    """Of 32 bits, a bit for each token."""
+    """Words of 32 bits of a mask, which has a bit for each token."""
     return -(-vocab_size // 32)
 
 
 class EditTable:
-    """The tables. A slot whose owner asks for more biases than there is room for is not held."""
+    """The tables. A slot whose owner has more than `MAX_BIASES` biases is not held: torch edits its logits."""
 
     def __init__(self, num_slots: int, vocab_size: int, max_model_len: int, device: torch.device) -> None:
         # Rows begin at multiples of 64 bytes, or a kernel would read them word by word.
@@ -66,7 +66,7 @@ class EditTable:
         self._device = device
 
     def bind(self, binding: SlotBinding, barred: Int64Array) -> None:
-        """Hold the slot's new owner, and these ids as barred at first."""
+        """Set the edits of the slot's new owner; the `barred` ids are those that it must not get at first."""
         slot, params = binding.slot, binding.params
         is_held = len(params.logit_bias) <= MAX_BIASES
         kinds = 0

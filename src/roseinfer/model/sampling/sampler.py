@@ -60,7 +60,7 @@ class Sampler:
         kernels: Kernels | None = None,
         max_model_len: int = 0,
     ) -> None:
-        """`max_model_len` is the room for the tokens of a slot on a GPU with Triton."""
+        """`max_model_len` sizes the history of each slot on a GPU with Triton."""
         self._table = SlotTable(num_slots, vocab_size, device)
         self._device = device
         self._edit_table: EditTable | None = None
@@ -124,7 +124,7 @@ class Sampler:
         return self._backend.logprobs(logits, token_ids, np.arange(len(counts)), counts)
 
     def _edited_rows(self, slots: Int32Array, drafted: Int32Array | None) -> Int64Array:
-        """Rows whose logits are edited in torch: where kernels edit them, those that these cannot."""
+        """Rows whose logits are edited in torch: all with edits, or with Triton those that its kernels cannot edit."""
         rows = self._edits.rows(slots)
         if self._edit_table is None or not len(rows):
             return rows

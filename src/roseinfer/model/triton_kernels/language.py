@@ -30,7 +30,7 @@ _DOT_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloa
 
 
 def capability() -> int:
-    """Of the GPU that kernels are compiled for: 90 is sm_90."""
+    """The compute capability of the GPU that kernels are compiled for: 90 is sm_90."""
     return _HOPPER if IS_INTERPRETED else int(triton.runtime.driver.active.get_current_target().arch)
 
 
