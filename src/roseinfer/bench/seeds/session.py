@@ -82,7 +82,7 @@ class Session:
 
     @property
     def captures_graphs(self) -> bool:
-        """Decode steps are replayed as CUDA graphs, whenever they are captured."""
+        """Steps are replayed as CUDA graphs, whenever these are captured."""
         return self.llm.config.runner.cuda_graphs != "off" and self.llm.info.device == "cuda"
 
     def header(self) -> dict[str, Any]:

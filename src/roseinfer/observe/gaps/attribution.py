@@ -58,7 +58,7 @@ class Attribution(WriteObserver):
         self._accounts: dict[str, _Account] = {}
 
     def set_graphs(self, *, has_graphs: bool) -> None:
-        """Notes whether the engine, which is now ready, runs decode steps in CUDA graphs."""
+        """Notes whether the engine, which is now ready, runs steps in CUDA graphs."""
         self._splitter = GapSplitter(has_graphs=has_graphs)
 
     # --- Observer -----------------------------------------------------------------------------------------------------
