@@ -191,7 +191,7 @@ def _cluster() -> Iterator[None]:
     context.enable_progress_bars = context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # it warns that progress bars are off
-    for name in ("exceptions", "_internal.execution.streaming_executor_state"):  # they tell what is raised
+    for name in ("exceptions", "_internal.execution.streaming_executor_state"):  # they log what is raised here too
         logging.getLogger(f"ray.data.{name}").setLevel(logging.CRITICAL)
     context.raise_original_map_exception = True
     try:

@@ -92,7 +92,7 @@ def _target_wait_s(given: object) -> float:
 
 
 class WaitPolicy:
-    """An autoscaling policy of Ray Serve: as many replicas as bring the predicted wait to the target, or fewer.
+    """An autoscaling policy of Ray Serve: adds replicas until the predicted wait is at the target.
 
     A request that comes now would wait `wait` seconds for its first batch, and half of that with twice the replicas.
     A wait of 0 says nothing of how many are needed, so below the target the requests under way decide, as in Ray's
