@@ -207,8 +207,9 @@ async def test_unknown_routes(method: str, path: str, status: int) -> None:
 
 
 LISTED = (
-    "There are /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/messages, /v1/messages/count_tokens, "
-    "/v1/models, /v1/responses, /v1/responses/input_tokens; a client's base URL has /v1 once at most."
+    "There are /v1/chat/completions, /v1/chat/completions/render, /v1/completions, /v1/completions/render, "
+    "/v1/embeddings, /v1/messages, /v1/messages/count_tokens, /v1/models, /v1/responses, /v1/responses/input_tokens; "
+    "a client's base URL has /v1 once at most."
 )
 
 
