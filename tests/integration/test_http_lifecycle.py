@@ -7,11 +7,11 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import aiohttp
 import pytest
@@ -259,6 +259,24 @@ async def test_a_signal_while_loading(tmp_path: Path) -> None:
         send(signal.SIGTERM)
         assert await asyncio.wait_for(server.task, PATIENCE_S) == 0
         assert server.engine.num_closes == 1
+
+
+async def test_progress_after_a_signal_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine goes on loading until it is told to end: its progress must not undo the drain."""
+    heard: list[Callable[[StartupProgress], None]] = []
+
+    async def start(_: ScriptedEngine, on_progress: Callable[[StartupProgress], None]) -> NoReturn:
+        heard.append(on_progress)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(ScriptedEngine, "start", start)
+    async with running(tmp_path, is_warm=False) as server:
+        await server.until("/livez", 200)
+        send(signal.SIGTERM)
+        assert await asyncio.wait_for(server.task, PATIENCE_S) == 0
+        [on_progress] = heard
+        on_progress(StartupProgress(LifecycleState.LOADING, "weights", "", "nowhere"))
 
 
 async def test_when_the_engine_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

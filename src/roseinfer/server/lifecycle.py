@@ -190,9 +190,12 @@ async def _start(service: Service, load_text: Callable[[Path], TextModel], telem
     """
     loader = ThreadPoolExecutor(1, "text-model")
     text: Future[TextModel] | None = None
+    is_over = False
 
     def on_progress(progress: StartupProgress) -> None:
         nonlocal text
+        if is_over:  # a signal ended the start, and the engine has not heard of it yet
+            return
         if progress.checkpoint_dir and text is None:
             text = loader.submit(_load_text, load_text, Path(progress.checkpoint_dir))
         if progress.state is not LifecycleState.READY:  # which the text side may not be
@@ -204,6 +207,7 @@ async def _start(service: Service, load_text: Callable[[Path], TextModel], telem
         text = text or loader.submit(_load_text, load_text, Path(info.checkpoint_dir))
         service.open(await asyncio.wrap_future(text))
     finally:
+        is_over = True
         loader.shutdown(wait=False)
 
 
