@@ -161,6 +161,11 @@ async def test_what_does_not_fit_is_a_400_that_names_the_field(body: dict[str, A
     assert engine.requests == []
 
 
+async def test_a_format_of_any_object_is_named_by_what_asks_for_it() -> None:
+    answer = await ask(ScriptedEngine(says("x")), response_format={"type": "json"})
+    assert "for any object the type is `json_object`" in answer.error["message"]
+
+
 @pytest.mark.parametrize(
     ("tool", "param", "path"),
     [

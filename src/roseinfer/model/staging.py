@@ -32,7 +32,7 @@ _NUM_KEPT_FIELDS = 128  # sizes of steps; more than there are graphs
 
 
 class Layout:
-    """Where the integers of a step of so many rows and tokens lie in an arena: steps of one size at one place.
+    """Where the integers of a step with this number of rows and tokens lie in an arena: equal sizes at equal places.
 
     Fields that index tensors are int64, those that attention kernels read are int32. New entries of the block table
     follow behind the last field.
@@ -107,7 +107,7 @@ class Arenas:
         self._sides = lru_cache(2 * _NUM_KEPT_FIELDS)(self._new_sides)
 
     def _new_fields(self, num_rows: int, num_tokens: int) -> StepFields:
-        """The fields of a step of so many rows and tokens."""
+        """The fields of a step with this number of rows and tokens."""
         layout = Layout(num_rows, num_tokens)
         host = [
             {name: arena.words[words].numpy().view(dtype) for name, (words, dtype) in layout.places.items()}

@@ -32,7 +32,7 @@ from roseinfer.records import (
 logger = logging.getLogger(__name__)
 
 MAX_DELAY_S = 0.2
-MAX_STEPS = 8  # that wait: delivering so many keeps an event loop that also serves streams for about a millisecond
+MAX_STEPS = 8  # that wait: delivering eight holds the event loop, which also serves streams, for about a millisecond
 MAX_ENDS = 16  # that wait, for the same reason
 
 _FACTS = (

@@ -133,7 +133,7 @@ def _check_prompt_tokens(job: Job) -> None:
 
 
 def generation_request(job: Job, dialect: Dialect, served: ServedModel) -> GenerationRequest:
-    """Step 5 for a whole answer, without deadlines. Raises InvalidRequest: too long prompts for so many sequences."""
+    """Step 5 for a whole answer, without deadlines. Raises InvalidRequest: prompts too long for their sequences."""
     _check_prompt_tokens(job)
     body = job.body
     return GenerationRequest(

@@ -97,7 +97,9 @@ class ResponseFormat(Part, frozen=True, kw_only=True):
             raise Misfit(f"`{given[0]}` does not belong to the type `text`")
         if self.type == "json_object" and self.json_schema is not None:
             raise Misfit("`json_schema` belongs to the type `json_schema` alone")
-        if self.type in {"json_schema", "json", "regex"} and not given:
+        if self.type == "json" and not given:
+            raise Misfit("the type `json` needs a schema here; for any object the type is `json_object`", ("value",))
+        if self.type in {"json_schema", "regex"} and not given:
             raise Misfit.missing("json_schema" if self.type == "json_schema" else "value")
         if given and (self.type == "regex") != isinstance(self.value, str):
             raise Misfit("an expression as `value` belongs to the type `regex`, and a schema to the others")
