@@ -32,8 +32,12 @@ _OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"
 
 
 def _extra_fields(record: logging.LogRecord) -> dict[str, object]:
-    """Returns what the caller passed as `extra`, unset values left out."""
-    return {name: value for name, value in vars(record).items() if name not in _OWN_FIELDS and value is not None}
+    """Returns what the caller passed as `extra`; unset values, and what a library marks as its own by `_`, left out.
+
+    Ray puts `_ray_timestamp_ns` into every record of a process that imports it.
+    """
+    shown = ((name, value) for name, value in vars(record).items() if not name.startswith("_"))
+    return {name: value for name, value in shown if name not in _OWN_FIELDS and value is not None}
 
 
 def escape(text: str) -> str:

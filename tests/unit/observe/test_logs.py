@@ -90,6 +90,12 @@ def test_text_shows_fields_so_that_they_can_be_told_apart() -> None:
     assert line.endswith('done request_id=r-1 note="two words" empty=""')
 
 
+def test_a_line_has_nothing_that_a_library_puts_into_every_record() -> None:
+    record = make_record("done", request_id="r-1", _ray_timestamp_ns=1)
+    assert TextFormatter().format(record).endswith("done request_id=r-1")
+    assert "_ray_timestamp_ns" not in json.loads(JsonFormatter().format(record))
+
+
 def request_fields(caplog: pytest.LogCaptureFixture) -> dict[str, object]:
     [record] = [record for record in caplog.records if record.name == "roseinfer.requests"]
     fields: dict[str, object] = json.loads(JsonFormatter().format(record))
