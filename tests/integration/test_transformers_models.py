@@ -385,6 +385,7 @@ def test_a_later_start_finds_packed_weights(
     for _ in range(2):
         found.clear()
         runner = load_directory(tmp_path / "model", model=model, kernels=level, kernels_dir=str(built_kernels(level)))
+        runner.warm_up(40)
         starts.append(logits_of(runner, (0, 0, text_of(40))))
     num_experts = FAMILIES[model_type].get("num_experts", 0)
     assert all(found)

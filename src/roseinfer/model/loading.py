@@ -32,7 +32,7 @@ from roseinfer.model.families.causal_lm import CausalLM
 from roseinfer.model.families.registry import build_model
 from roseinfer.model.kernels.library import load_kernels
 from roseinfer.model.kv_cache import KVCache, plan_num_blocks
-from roseinfer.model.packed_cache import open_packed_cache
+from roseinfer.model.packed_cache import PackedCache, open_packed_cache
 from roseinfer.model.pooling import read_embedding
 from roseinfer.model.sampling.edit_table import edit_bytes
 from roseinfer.records import LifecycleState
@@ -56,6 +56,7 @@ class LoadedModel:
     attention: AttentionBackend
     placement: Placement
     info: EngineInfo  # without start-up times, and without the spare block
+    packed_cache: PackedCache | None = None  # holds packed weights that are new and not written yet
 
     @property
     def max_graph_context(self) -> int:
@@ -83,8 +84,6 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
         if device_name == "cpu":
             _set_num_threads(config.runner.num_threads, placement, checkpoint)
         model = build_model(checkpoint, placement, config.model.max_model_len)
-        if cache is not None:
-            cache.write_soon()
         _tell_of_groups(checkpoint, placement.groups)
         eos_token_ids = checkpoint.eos_token_ids(model.vocab_size)
         is_auto = config.model.generation_config == "auto"
@@ -121,7 +120,7 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
         block_size=config.cache.block_size,
         num_blocks=num_blocks,
     )
-    return LoadedModel(model, attention, placement, info)
+    return LoadedModel(model, attention, placement, info, cache)
 
 
 def _tell_of_groups(checkpoint: Checkpoint, groups: GroupCount) -> None:

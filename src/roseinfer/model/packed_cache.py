@@ -38,6 +38,7 @@ _FOOTER = struct.Struct(f"<Q32s{len(_MAGIC)}s")  # bytes of the header, its dige
 _CACHE_LINE_BYTES = 64
 _BLOCK_BYTES = 8 << 20  # that have a sum
 _NUM_SAMPLED_ROWS = 4  # of a weight
+_LEAST_PRIORITY = 19  # see setpriority(2)
 _SAFETENSORS_LENGTH = struct.Struct("<Q")
 
 _log = logging.getLogger(__name__)
@@ -95,10 +96,18 @@ class PackedCache:
             del self._new[name]
 
     def write_soon(self) -> threading.Thread | None:
-        """Begin to write what is new, in a thread. It ends with the process, and then leaves no file that counts."""
+        """Begin to write what is new, in a thread that takes only processor time that no other wants.
+
+        It ends with the process, and then leaves no file that counts.
+        """
         if not self._new:
             return None
-        thread = threading.Thread(target=self.write, name="packed-cache", daemon=True)
+
+        def write() -> None:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)  # of this thread alone
+            self.write()
+
+        thread = threading.Thread(target=write, name="packed-cache", daemon=True)
         thread.start()
         return thread
 

@@ -142,6 +142,7 @@ class ModelRunner:
         self._model = loaded.model
         self._attention = loaded.attention
         self._placement = loaded.placement
+        self._packed_cache = loaded.packed_cache
         self._limits = limits
         self._is_host = stream.is_host
         self._captures_at_startup = config.cuda_graphs == "startup"
@@ -305,9 +306,10 @@ class ModelRunner:
         self._graph_tokens[: size.num_rows].copy_(tokens)
 
     def warm_up(self, max_num_tokens: int) -> None:
-        """Run each kind of sampling, and steps of every size up to `max_num_tokens`, once.
+        """Run each kind of sampling, and steps of every size up to `max_num_tokens`, once; then begin to keep weights.
 
-        Call it before the first request: it writes into the first blocks of the cache.
+        Call it before the first request: it writes into the first blocks of the cache. Packed weights are written to
+        their file only now, since writing gigabytes takes a processor that the steps want.
         """
         graphs, self._graphs = self._graphs, None  # the steps that no graph serves come first
         self._build_linears(max_num_tokens)
@@ -338,6 +340,8 @@ class ModelRunner:
             self.launch(self._prompt_batch(max_num_tokens)).wait()
             self._warm_sampling()
         self._last_token.zero_()
+        if self._packed_cache is not None:
+            self._packed_cache.write_soon()
 
     def _report_graphs(self, graphs: CudaGraphs) -> None:
         decode, prompts = graphs.sizes(is_decode=True), graphs.sizes(is_decode=False)
