@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from roseinfer.model.attention.base import AttentionBackend, AttentionSpec, DeviceTokens, PackedTokens
+from roseinfer.model.attention.kv_cache import CacheType, KVCache, quantized_heads
 from roseinfer.model.attention.registry import choose_attention
 from roseinfer.model.device import Placement
-from roseinfer.model.kv_cache import CacheType, KVCache, quantized_heads
 
 CPU = torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}

@@ -27,17 +27,18 @@ from roseinfer.server.openai.chat import ChatDialect, PartsDialect
 from roseinfer.server.openai.responses import ResponseDialect
 from roseinfer.server.openai.responses_schema import ReasoningOptions, ResponseBody
 from roseinfer.server.openai.schema import StreamOptions
-from roseinfer.text import reasoning, tool_calls
-from roseinfer.text.answer import AnswerParser
+from roseinfer.text.answers import reasoning, tool_formats
+from roseinfer.text.answers.answer import AnswerParser
+from roseinfer.text.answers.functions import Function
+from roseinfer.text.answers.reasoning import Reasoning
+from roseinfer.text.answers.tool_use import ToolUse
 from roseinfer.text.choice import EncodedPrompt
 from roseinfer.text.generation import Generation, GenerationRequest
-from roseinfer.text.reasoning import Reasoning
-from roseinfer.text.tokenizer import Tokenizer
-from roseinfer.text.tool_calls import Function, ToolUse
+from roseinfer.text.tokenizer.tokenizer import Tokenizer
 
 TEXT = "The scheduler takes a batch of sequences and gives each of them one token. "
 THOUGHTS = Reasoning(reasoning.FORMATS["think"], is_open=True)
-TOOLS = ToolUse([Function("f")], is_forced=False, is_parallel=True, tool_format=tool_calls.FORMATS["hermes"])
+TOOLS = ToolUse([Function("f")], is_forced=False, is_parallel=True, tool_format=tool_formats.FORMATS["hermes"])
 BODY = ResponseBody(input="Hi", stream=True)
 SUMMED = ResponseBody(input="Hi", stream=True, reasoning=ReasoningOptions(summary="auto"))
 

@@ -29,10 +29,10 @@ from benchmarks.machine import Sitting, part_parser
 from benchmarks.random_qwen3 import QWEN3_06B
 from roseinfer.config.options import RunnerConfig
 from roseinfer.model.attention.base import AttentionSpec, PackedTokens
+from roseinfer.model.attention.kv_cache import CacheType, KVCache, dtype_of
 from roseinfer.model.attention.registry import choose_attention
 from roseinfer.model.device import Placement, Quantization
 from roseinfer.model.kernels.library import Kernels, load_kernels
-from roseinfer.model.kv_cache import CacheType, KVCache, dtype_of
 from roseinfer.model.layers.linear import Linear
 
 CHUNK = 512  # tokens: the default of scheduler.max_num_batched_tokens

@@ -2,8 +2,8 @@
 
     python -m benchmarks.costs.decode_rows [--quick] [--rows 1] [--precisions int8,int4] [--rounds 12] [--steps 20]
 
-The runner alone, without scheduler and server. A round is some steps with `model/replay.py` and some without it, in
-turn, and a reading of the memory's speed; printed are medians of the rounds' medians, the least and the most:
+The runner alone, without scheduler and server. A round is some steps with `model/steps/replay.py` and some without it,
+in turn, and a reading of the memory's speed; printed are medians of the rounds' medians, the least and the most:
 milliseconds of a step and of its parts, and the share of a step that reading the weights once would take. A precision
 is measured after the other.
 """
@@ -47,7 +47,7 @@ class Steps:
         self._run(bindings)
 
     def _run(self, bindings: tuple[SlotBinding, ...] = ()) -> None:
-        from roseinfer.model.warm_up_batches import decode_batch
+        from roseinfer.model.steps.warm_up_batches import decode_batch
 
         batch = decode_batch(self._num_rows, self._position, bindings)
         self._runner.launch(msgspec.structs.replace(batch, block_table=self._table), self._watch).wait()

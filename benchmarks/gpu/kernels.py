@@ -6,8 +6,8 @@ import torch
 
 from benchmarks.gpu.performance_model import Model
 from roseinfer.model.attention.base import AttentionSpec, DeviceTokens
+from roseinfer.model.attention.kv_cache import KVCache
 from roseinfer.model.device import Placement
-from roseinfer.model.kv_cache import KVCache
 from roseinfer.model.triton_kernels import linear, paging, pointwise
 from roseinfer.model.triton_kernels.decode import Parts, choose_num_splits, decode
 from roseinfer.model.triton_kernels.tunings import DecodeTuning, decode_rule, linear_rows

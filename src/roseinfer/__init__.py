@@ -6,7 +6,7 @@ As a library: `from roseinfer import LLM, SamplingParams`; docs/quickstart.md sh
 from importlib import import_module
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "Config", "RoseinferError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Completion", "Config", "RoseinferError", "SamplingParams", "Thinking", "__version__"]
 
 _HOMES = {
     "LLM": "roseinfer.llm.llm",
@@ -14,6 +14,7 @@ _HOMES = {
     "Config": "roseinfer.config.options",
     "RoseinferError": "roseinfer.errors",
     "SamplingParams": "roseinfer.messages",
+    "Thinking": "roseinfer.text.answers.reasoning",
 }
 
 

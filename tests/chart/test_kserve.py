@@ -17,7 +17,7 @@ from roseinfer.bench.load.launcher import START_TIMEOUT_S, free_port
 from roseinfer.config.flags import Parser, add_config_flags, values_given
 from roseinfer.config.options import DEMO_MODEL, Config
 from roseinfer.config.sources import build, gather
-from roseinfer.model.checkpoint import resolve_checkpoint
+from roseinfer.model.weights.checkpoint import resolve_checkpoint
 from tests.chart.helm_process import NEWEST, OLDEST, ROOT, HelmProcess, Object, Rendered
 
 DEVICES = ("cpu", "gpu")

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from roseinfer.config.options import DEMO_MODEL
-from roseinfer.model.checkpoint import resolve_checkpoint
+from roseinfer.model.weights.checkpoint import resolve_checkpoint
 from tests.chart.checks import configured
 from tests.chart.helm_process import CHART, NEWEST, HelmProcess, Object, Refused
 from tests.integration.object_store import running_store
@@ -158,7 +158,8 @@ def test_the_init_container_fetches_from_s3(helm: HelmProcess, tmp_path: Path) -
     assert "s3://models/demo: " in done.stderr
     code = (
         "import sys; sys.modules['botocore'] = None; "  # the server's image need not have the extra
-        "from roseinfer.model.checkpoint import resolve_checkpoint as r, Checkpoint; Checkpoint(r('s3://models/demo'))"
+        "from roseinfer.model.weights.checkpoint import resolve_checkpoint as r, Checkpoint; "
+        "Checkpoint(r('s3://models/demo'))"
     )
     served = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | environment | {"HF_HUB_OFFLINE": "1"}, check=False

@@ -7,7 +7,7 @@ import pytest
 from roseinfer.errors import ConfigError
 from tests.fuzz.mutations import corpus, mutated
 from tests.unit.model.conftest import Shape, write_checkpoint
-from tests.unit.model.test_checkpoint import build
+from tests.unit.model.weights.test_checkpoint import build
 
 NUM_MUTATIONS = 150
 KEPT = corpus("weights")

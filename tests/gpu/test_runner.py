@@ -15,9 +15,9 @@ from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerCon
 from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.messages import SamplingParams
 from roseinfer.model.attention.triton import TritonAttention
-from roseinfer.model.graphs import GraphSize
 from roseinfer.model.runner import ModelRunner, load_runner
-from roseinfer.model.warm_up_batches import masked_draw, prompt_batch
+from roseinfer.model.steps.graphs import GraphSize
+from roseinfer.model.steps.warm_up_batches import masked_draw, prompt_batch
 from roseinfer.records import LifecycleState
 from tests.gpu.conftest import NUM_BLOCKS, NUM_SLOTS, LoadRunner
 from tests.unit.model.driver import Ask, Driver, Plan

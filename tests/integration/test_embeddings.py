@@ -25,7 +25,7 @@ from roseinfer.config.options import (
 from roseinfer.errors import InvalidRequest, PromptTooLong
 from roseinfer.llm.llm import LLM
 from roseinfer.messages import EmbeddingInfo, Pooling, Request, SamplingParams, TokenOutput
-from roseinfer.model.checkpoint import resolve_checkpoint
+from roseinfer.model.weights.checkpoint import resolve_checkpoint
 from roseinfer.records import FinishReason
 from tests.unit.server.harness import ScriptedEngine, engine_info, serving, times
 

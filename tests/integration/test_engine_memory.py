@@ -58,7 +58,7 @@ RECORDING = """
 import sys
 from types import SimpleNamespace
 import torch
-from roseinfer.model.replay import SharedMemory, _Recorder
+from roseinfer.model.steps.replay import SharedMemory, _Recorder
 
 x = torch.ones(2)
 recorder = _Recorder(SharedMemory(), SimpleNamespace(function=lambda *_: None))

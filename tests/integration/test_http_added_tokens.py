@@ -18,7 +18,7 @@ from roseinfer.text.grammar.checker import GrammarChecker
 from roseinfer.text.grammar.compiler import Vocabulary
 from roseinfer.text.templates import ChatTemplate
 from roseinfer.text.text_model import TextModel
-from roseinfer.text.tokenizer import Tokenizer
+from roseinfer.text.tokenizer.tokenizer import Tokenizer
 from tests.integration.test_http_tools import HERMES, NAMED, told
 from tests.unit.server.harness import Answer, Reply, ScriptedEngine, serving, times
 from tests.unit.text.grammar import tagged

@@ -9,7 +9,7 @@ import pytest
 from roseinfer.messages import Grammar
 from roseinfer.records import FinishReason
 from roseinfer.text.grammar.checker import GrammarChecker
-from roseinfer.text.tokenizer import Tokenizer
+from roseinfer.text.tokenizer.tokenizer import Tokenizer
 from tests.unit.server.harness import Answer, ScriptedEngine, Server, says, serving
 
 SOON_S = 0.1

@@ -14,7 +14,7 @@ from roseinfer.records import EngineTimes, FinishReason
 from roseinfer.server.connection.body import INLINE_BYTES
 from roseinfer.server.openai import replies
 from roseinfer.server.openapi import OPERATIONS
-from roseinfer.text.tokenizer import INLINE_CHARS
+from roseinfer.text.tokenizer.tokenizer import INLINE_CHARS
 from tests.unit.server.harness import BOS, ScriptedEngine, Server, ids, logprobs_of, says, serving, text_model
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from roseinfer.records import FinishReason
-from roseinfer.text.tool_calls import PIECE, Parts, ToolCallParser
+from roseinfer.text.answers.parts import Parts
+from roseinfer.text.answers.tool_calls import PIECE, ToolCallParser
 from tests.integration.test_http_tools import HERMES, TOOL
 from tests.unit.server.harness import ScriptedEngine, serving, text_model
 

@@ -9,7 +9,9 @@ from roseinfer.server.openai.schema import (
     JsonSchemaFormat,
     ResponseFormat,
 )
-from roseinfer.text.tool_calls import FORMATS, Function, ToolUse
+from roseinfer.text.answers.functions import Function
+from roseinfer.text.answers.tool_formats import FORMATS
+from roseinfer.text.answers.tool_use import ToolUse
 from tests.unit.server.harness import ScriptedEngine, says, serving, text_model
 
 LONG = "a" * 70_000  # what makes a body so long that a thread decodes it

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from roseinfer.text.tokenizer import INLINE_CHARS
+from roseinfer.text.tokenizer.tokenizer import INLINE_CHARS
 from tests.unit.server.harness import ScriptedEngine, ids, says, serving, text_model
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -17,8 +17,8 @@ from aiohttp.test_utils import TestServer
 from huggingface_hub import constants
 
 from roseinfer.errors import ConfigError
-from roseinfer.model import downloads
-from roseinfer.model.checkpoint import resolve_checkpoint
+from roseinfer.model.weights import downloads
+from roseinfer.model.weights.checkpoint import resolve_checkpoint
 
 REPO, COMMIT = "somebody/something", "0123456789abcdef0123456789abcdef01234567"
 SHARDS = {f"model-0000{n}-of-00002.safetensors": bytes([n]) * (3 << 20) for n in (1, 2)}
@@ -296,7 +296,7 @@ async def test_a_log_tells_how_far_it_is(
 
 async def test_the_environment_says_where_the_hub_is_and_who_asks(served: Hub, tmp_path: Path) -> None:
     environment = {"HF_ENDPOINT": constants.ENDPOINT, "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_secret"}
-    code = f"from roseinfer.model.hub import fetch; print(fetch({REPO!r}, 'v1', has_weights=False))"
+    code = f"from roseinfer.model.weights.hub import fetch; print(fetch({REPO!r}, 'v1', has_weights=False))"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, env=os.environ | environment, stdout=asyncio.subprocess.PIPE
     )

@@ -23,8 +23,8 @@ from roseinfer.errors import (
 from roseinfer.llm.llm import LLM, Stream
 from roseinfer.messages import Grammar, Request, SamplingDefaults, SamplingParams
 from roseinfer.records import FinishReason, RequestTimeline
+from roseinfer.text.answers.reasoning import Thinking
 from roseinfer.text.generation import Generation
-from roseinfer.text.reasoning import Thinking
 from tests.integration.fake_llm import expected_tokens, greedy, text_of, until, use_fake_engine, write_tokenizer
 
 

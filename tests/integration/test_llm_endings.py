@@ -18,7 +18,7 @@ from roseinfer.messages import Grammar, Request, TokenOutput
 from roseinfer.records import FinishReason, RequestTimeline
 from roseinfer.text.choice import Choice
 from roseinfer.text.generation import Generation
-from roseinfer.text.tokenizer import LONG_CHARS
+from roseinfer.text.tokenizer.tokenizer import LONG_CHARS
 from tests.integration.fake_llm import greedy, until, use_fake_engine, write_tokenizer
 
 

@@ -16,7 +16,7 @@ from roseinfer.errors import EngineDead
 from roseinfer.llm.llm import LLM, Stream
 from roseinfer.messages import Grammar
 from roseinfer.records import FinishReason, RequestTimeline
-from roseinfer.text.tokenizer import INLINE_CHARS
+from roseinfer.text.tokenizer.tokenizer import INLINE_CHARS
 from tests.background import in_background
 from tests.integration.fake_llm import greedy, use_fake_engine, write_tokenizer
 

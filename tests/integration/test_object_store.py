@@ -18,8 +18,8 @@ from huggingface_hub import constants
 
 from roseinfer.bench.load.launcher import free_port
 from roseinfer.errors import ConfigError
-from roseinfer.model import downloads, object_store
-from roseinfer.model.checkpoint import resolve_checkpoint
+from roseinfer.model.weights import downloads, object_store
+from roseinfer.model.weights.checkpoint import resolve_checkpoint
 from tests.integration.object_store import Store, running_store
 
 BUCKET, FOLDER = "models", "team/something"

@@ -27,8 +27,8 @@ from roseinfer.engine.invariants import assert_invariants
 from roseinfer.engine.pace import Pace
 from roseinfer.engine.speculation import Speculation
 from roseinfer.messages import Grammar, PromptLogprobs, Request, SamplingParams, Thought
-from roseinfer.model.checkpoint import resolve_checkpoint
 from roseinfer.model.runner import ModelRunner, load_runner
+from roseinfer.model.weights.checkpoint import resolve_checkpoint
 from roseinfer.records import FinishReason
 from roseinfer.text.grammar.compiler import GrammarCompiler, Vocabulary
 from tests.unit.engine.harness import Transcript, run_to_end

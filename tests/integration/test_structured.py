@@ -20,7 +20,7 @@ from roseinfer.messages import Grammar, Request, SamplingParams, Thought
 from roseinfer.model.runner import ModelRunner, load_runner
 from roseinfer.records import FinishReason
 from roseinfer.text.grammar.compiler import GrammarCompiler, Vocabulary
-from roseinfer.text.tokenizer import Tokenizer
+from roseinfer.text.tokenizer.tokenizer import Tokenizer
 from tests.unit.engine.harness import Transcript, run_to_end
 
 BLOCK_SIZE: Literal[8] = 8

@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from roseinfer.text.templates import ChatTemplate
-from roseinfer.text.tokenizer import Tokenizer
+from roseinfer.text.tokenizer.tokenizer import Tokenizer
 from tests.unit.server.harness import write_checkpoint
 
 CONVERSATIONS = [

@@ -14,10 +14,10 @@ from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer, CharBPETok
 from transformers import AutoTokenizer, GPT2Tokenizer
 
 from roseinfer.errors import ConfigError
-from roseinfer.text import tokenizer_files
 from roseinfer.text.grammar.compiler import Vocabulary
-from roseinfer.text.tokenizer import _BYTE_OF, Tokenizer
-from roseinfer.text.tokenizer_files import tokenizer_file
+from roseinfer.text.tokenizer import files as tokenizer_files
+from roseinfer.text.tokenizer.files import tokenizer_file
+from roseinfer.text.tokenizer.tokenizer import _BYTE_OF, Tokenizer
 from tests.repo.tree import ROOT
 
 TEXTS = [

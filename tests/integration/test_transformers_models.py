@@ -24,8 +24,6 @@ from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerCon
 from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingParams
-from roseinfer.model import packed_cache
-from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
 from roseinfer.model.families import registry
 from roseinfer.model.families import transformers_loading as loading
@@ -33,8 +31,10 @@ from roseinfer.model.families.tested import REFUSED, TESTED
 from roseinfer.model.families.transformers import TransformersModel
 from roseinfer.model.families.transformers_layers import Layers
 from roseinfer.model.kernels.library import levels_here
-from roseinfer.model.packed_cache import PackedCache
 from roseinfer.model.runner import ModelRunner, load_runner
+from roseinfer.model.weights import packed_cache
+from roseinfer.model.weights.checkpoint import Checkpoint
+from roseinfer.model.weights.packed_cache import PackedCache
 from tests.conftest import BuiltKernels
 from tests.unit.model.quantised import MXFP4, Method, methods, quantise
 

@@ -15,9 +15,9 @@ from torch import nn
 from roseinfer.config.sources import LoadedConfig
 from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import AttentionSpec
-from roseinfer.model.checkpoint import Checkpoint, resolve_checkpoint
 from roseinfer.model.families.registry import native_spec
-from roseinfer.text.tokenizer_files import find_tokenizer
+from roseinfer.model.weights.checkpoint import Checkpoint, resolve_checkpoint
+from roseinfer.text.tokenizer.files import find_tokenizer
 
 TYPES = {
     "float32": (4, torch.float32),

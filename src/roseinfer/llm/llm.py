@@ -52,15 +52,15 @@ from roseinfer.messages import (
 )
 from roseinfer.records import FinishReason, Observer, RequestTimeline
 from roseinfer.runtime.loop_thread import LoopThread
+from roseinfer.text.answers.reasoning import AS_THE_TEMPLATE_HAS_IT, Effort, Thinking
 from roseinfer.text.choice import Delta, EncodedPrompt, OutputOptions
 from roseinfer.text.conversation import Conversation, prepare_turn
 from roseinfer.text.embeddings import embedding_params, finished
 from roseinfer.text.generation import Generation, GenerationRequest
 from roseinfer.text.grammar.checker import GrammarChecker
-from roseinfer.text.reasoning import AS_THE_TEMPLATE_HAS_IT, Effort, Thinking
 from roseinfer.text.templates import NO_VARIABLES, read_chosen_template
 from roseinfer.text.text_model import TextModel
-from roseinfer.text.tokenizer import Tokenizer
+from roseinfer.text.tokenizer.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 T = TypeVar("T")

@@ -16,8 +16,8 @@ from roseinfer.config.options import Config
 from roseinfer.errors import ConfigError
 from roseinfer.messages import EngineInfo, SamplingDefaults
 from roseinfer.model.attention.base import AttentionBackend
+from roseinfer.model.attention.kv_cache import KVCache, plan_num_blocks
 from roseinfer.model.attention.registry import choose_attention
-from roseinfer.model.checkpoint import Checkpoint, resolve_checkpoint
 from roseinfer.model.device import (
     GroupCount,
     Placement,
@@ -31,10 +31,10 @@ from roseinfer.model.device import (
 from roseinfer.model.families.causal_lm import CausalLM
 from roseinfer.model.families.registry import build_model
 from roseinfer.model.kernels.library import load_kernels
-from roseinfer.model.kv_cache import KVCache, plan_num_blocks
-from roseinfer.model.packed_cache import PackedCache, open_packed_cache
 from roseinfer.model.pooling import read_embedding
 from roseinfer.model.sampling.edit_table import edit_bytes
+from roseinfer.model.weights.checkpoint import Checkpoint, resolve_checkpoint
+from roseinfer.model.weights.packed_cache import PackedCache, open_packed_cache
 from roseinfer.records import LifecycleState
 from roseinfer.runtime.cgroup import cpu_groups, cpu_quota
 

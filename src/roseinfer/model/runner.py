@@ -2,7 +2,7 @@
 
 A step's tokens are packed, without padding to a longest row; the token that a slot sampled last is read on the device.
 Where linears need it, the number of tokens is rounded up by repeating the last one, and the results of the repetitions
-are not read. On a GPU most steps are one CUDA graph, filled up to its size (`model/graphs.py`).
+are not read. On a GPU most steps are one CUDA graph, filled up to its size (`model/steps/graphs.py`).
 """
 
 import logging
@@ -31,14 +31,14 @@ from roseinfer.engine.core.batch import (
 from roseinfer.engine.core.stopwatch import unwatched
 from roseinfer.messages import SamplingParams
 from roseinfer.model.device_stream import CudaStream, Event, Stream, to_device
-from roseinfer.model.graphs import CudaGraphs, GraphSize, graph_sizes, prompt_graph_sizes
 from roseinfer.model.loading import LoadedModel, OnProgress, load_model
 from roseinfer.model.pooling import pool, to_host
-from roseinfer.model.replay import Replays
 from roseinfer.model.sampling.logprobs import Logprobs, PromptScores
 from roseinfer.model.sampling.sampler import Sampler
-from roseinfer.model.staging import InputStaging, StagedStep, StagingSizes
-from roseinfer.model.warm_up_batches import WARM_UP_KINDS, decode_batch, largest_draw, masked_draw, prompt_batch
+from roseinfer.model.steps.graphs import CudaGraphs, GraphSize, graph_sizes, prompt_graph_sizes
+from roseinfer.model.steps.replay import Replays
+from roseinfer.model.steps.staging import InputStaging, StagedStep, StagingSizes
+from roseinfer.model.steps.warm_up_batches import WARM_UP_KINDS, decode_batch, largest_draw, masked_draw, prompt_batch
 from roseinfer.records import LifecycleState
 
 _MAX_SCORED_ROWS = 128  # at a time: 26 MB of logits of GPT-2's vocabulary

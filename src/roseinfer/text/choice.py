@@ -8,10 +8,10 @@ import msgspec
 from roseinfer.errors import EngineError, EngineFailed, PromptName, QueueTimeout, RequestTimeout, SequenceFailed
 from roseinfer.messages import PromptLogprobs, TokenLogprobs, TokenOutput
 from roseinfer.records import Arrival, FinishReason, RequestTimeline
-from roseinfer.text.detokenizer import Detokenizer, text_offsets
+from roseinfer.text.answers.reasoning import Reasoning, ReasoningCounter
 from roseinfer.text.logprobs import Columns, EncodedLogprobs, ScoredToken
-from roseinfer.text.reasoning import Reasoning, ReasoningCounter
-from roseinfer.text.tokenizer import Tokenizer
+from roseinfer.text.tokenizer.detokenizer import Detokenizer, text_offsets
+from roseinfer.text.tokenizer.tokenizer import Tokenizer
 
 MIN_LOGPROB = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
 

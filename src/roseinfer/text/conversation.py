@@ -8,13 +8,15 @@ from dataclasses import dataclass
 
 from roseinfer.errors import InvalidRequest, PromptName
 from roseinfer.messages import Grammar
-from roseinfer.text.answer import AnswerParser
+from roseinfer.text.answers.answer import AnswerParser
+from roseinfer.text.answers.functions import Function
+from roseinfer.text.answers.reasoning import AS_THE_TEMPLATE_HAS_IT, Thinking, with_thought
+from roseinfer.text.answers.tool_formats import find_format
+from roseinfer.text.answers.tool_use import ToolUse
 from roseinfer.text.choice import EncodedPrompt
 from roseinfer.text.grammar.checker import GrammarChecker, check_form
-from roseinfer.text.reasoning import AS_THE_TEMPLATE_HAS_IT, Thinking, with_thought
 from roseinfer.text.templates import VARIABLES_FIELD
 from roseinfer.text.text_model import TextModel
-from roseinfer.text.tool_calls import Function, ToolUse, find_format
 from roseinfer.text.turns import Turn, fold_turns
 
 

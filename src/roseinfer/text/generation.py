@@ -16,7 +16,7 @@ from roseinfer.messages import EngineInfo, Request, SamplingParams, TokenOutput,
 from roseinfer.records import RequestTimeline
 from roseinfer.text.choice import TEXT_ONLY, Choice, Delta, EncodedPrompt, OutputOptions, TokenCounts
 from roseinfer.text.logprobs import check_prompt_logprobs, most_kept_tokens
-from roseinfer.text.tokenizer import Tokenizer
+from roseinfer.text.tokenizer.tokenizer import Tokenizer
 
 NUM_SEEDS = 2**63
 

@@ -21,9 +21,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from msgspec import Meta
 
 from roseinfer.errors import ConfigError, InvalidRequest
-from roseinfer.text.reasoning import Effort, ReasoningFormat, Thinking
-from roseinfer.text.tokenizer import TokenizerConfig, read_json
-from roseinfer.text.tool_calls import find_format, short_id
+from roseinfer.text.answers.reasoning import Effort, ReasoningFormat, Thinking
+from roseinfer.text.answers.tool_formats import find_format, short_id
+from roseinfer.text.tokenizer.tokenizer import TokenizerConfig, read_json
 
 VARIABLES_FIELD = "chat_template_kwargs"
 MAX_VARIABLES = 32

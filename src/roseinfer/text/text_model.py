@@ -8,10 +8,16 @@ from pathlib import Path
 import msgspec
 
 from roseinfer.errors import InvalidRequest, PromptName
+from roseinfer.text.answers.reasoning import (
+    Reasoning,
+    ReasoningFormat,
+    continued_reasoning,
+    find_format,
+    find_reasoning,
+)
 from roseinfer.text.choice import EncodedPrompt
-from roseinfer.text.reasoning import Reasoning, ReasoningFormat, continued_reasoning, find_format, find_reasoning
 from roseinfer.text.templates import ChatTemplate
-from roseinfer.text.tokenizer import INLINE_CHARS, Tokenizer
+from roseinfer.text.tokenizer.tokenizer import INLINE_CHARS, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

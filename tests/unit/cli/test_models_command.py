@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from roseinfer.cli.main import main
 from roseinfer.config.options import DEMO_MODEL
-from roseinfer.model.checkpoint import resolve_checkpoint
+from roseinfer.model.weights.checkpoint import resolve_checkpoint
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
 

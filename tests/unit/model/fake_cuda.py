@@ -34,9 +34,9 @@ from roseinfer.config.options import Config, ModelConfig, RunnerConfig, Schedule
 from roseinfer.engine.core.batch import ScheduledBatch, Watch
 from roseinfer.engine.core.stopwatch import unwatched
 from roseinfer.model import runner as runner_module
-from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device_stream import Event, Graph, Stream
 from roseinfer.model.runner import LaunchedBatch, load_runner
+from roseinfer.model.weights.checkpoint import Checkpoint
 from tests.conftest import require_tool
 from tests.unit.model.happens_before import Copies
 from tests.unit.model.triton_processes import ABSENT_GPU, Worker, started
@@ -63,7 +63,7 @@ class Note(NamedTuple):
 
     kind: NoteKind
     what: str
-    function: str  # as `model/staging.py:Arenas.send`
+    function: str  # as `model/steps/staging.py:Arenas.send`
     line: int
 
     def __str__(self) -> str:

@@ -12,16 +12,16 @@ import torch
 from roseinfer.config.options import RunnerConfig
 from roseinfer.messages import EngineInfo
 from roseinfer.model.attention.base import Attend, AttentionBackend, AttentionSpec, DeviceTokens, PackedTokens
+from roseinfer.model.attention.kv_cache import KVCache
 from roseinfer.model.attention.reference import ReferenceAttention
-from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import LinearKind, Placement
 from roseinfer.model.device_stream import Stream
 from roseinfer.model.families.causal_lm import CausalLM
 from roseinfer.model.families.registry import build_model
-from roseinfer.model.kv_cache import KVCache
 from roseinfer.model.layers.linear import Linear
 from roseinfer.model.loading import LoadedModel, OnProgress
 from roseinfer.model.runner import ModelRunner, RunnerLimits
+from roseinfer.model.weights.checkpoint import Checkpoint
 
 VOCAB_SIZE = 61
 MAX_MODEL_LEN = 64

@@ -6,9 +6,9 @@ from typing import Literal
 import torch
 
 from roseinfer.config.options import RunnerConfig
+from roseinfer.model.attention.kv_cache import CacheType
 from roseinfer.model.device import DTYPES, Placement, Quantization
 from roseinfer.model.kernels.library import LEVELS, Kernels, find_built, levels_here, load_kernels
-from roseinfer.model.kv_cache import CacheType
 from tests.conftest import BuiltKernels
 from tests.emulated_kernels import EMULATED_LEVELS, EmulatedKernels
 

@@ -21,7 +21,8 @@ from roseinfer.engine.core.constraint import Constraint, Matcher, TokenMasks
 from roseinfer.messages import Grammar, SamplingParams
 from roseinfer.model.device_stream import _PastEvent
 from roseinfer.model.runner import LaunchedBatch
-from roseinfer.model.warm_up_batches import _AnyToken, decode_batch, prompt_batch
+from roseinfer.model.steps.warm_up_batches import _AnyToken, decode_batch, prompt_batch
+from tests.unit.model.attention.test_flashinfer import install
 from tests.unit.model.conftest import GREEDY, Shape
 from tests.unit.model.driver import Ask, Driver, Plan
 from tests.unit.model.fake_cuda import (
@@ -34,7 +35,6 @@ from tests.unit.model.fake_cuda import (
     cuda_process,
     write_hollow_checkpoint,
 )
-from tests.unit.model.test_flashinfer import install
 from tests.unit.model.triton_processes import Worker
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; the extra `test` has it")
@@ -426,7 +426,7 @@ WRITTEN = "memory was written before its copy has run, which was queued by"
 @pytest.mark.parametrize(
     ("spoil", "found"),
     [
-        (spoil_arenas, f"{WRITTEN} model/staging.py:Arenas.send"),
+        (spoil_arenas, f"{WRITTEN} model/steps/staging.py:Arenas.send"),
         (spoil_results, "tokens were read before they had come, or when others had"),
         (spoil_table, f"{WRITTEN} unit/model/test_fake_cuda.py:spoil_table.<locals>.write"),
         (spoil_plans, f"{WRITTEN} unit/model/test_fake_cuda.py:PlannedWrapper.plan"),

@@ -271,7 +271,7 @@ from roseinfer.config.options import RunnerConfig
 from roseinfer.model.attention.base import AttentionSpec, PackedTokens
 from roseinfer.model.attention.registry import choose_attention
 from roseinfer.model.kernels.library import load_kernels
-from roseinfer.model.kv_cache import KVCache
+from roseinfer.model.attention.kv_cache import KVCache
 from roseinfer.model.device import Placement
 import numpy as np
 

@@ -20,13 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import roseinfer
 from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
+from roseinfer.model.attention.kv_cache import KVCache
 from roseinfer.model.attention.registry import choose_attention
-from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import DTYPES, Placement, Quantization
 from roseinfer.model.families.registry import build_model
-from roseinfer.model.kv_cache import KVCache
 from roseinfer.model.layers.int8 import IntegerLinear, quantized_piece, quantized_rows
 from roseinfer.model.layers.linear import Linear
+from roseinfer.model.weights.checkpoint import Checkpoint
 from tests.conftest import BuiltKernels
 from tests.unit.model.quantised import Method, methods
 from tests.unit.model.setups import LEVELS_HERE, SETUPS, TESTED_LEVELS, Setup

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from roseinfer.errors import ConfigError
-from roseinfer.model.kv_cache import CacheType
+from roseinfer.model.attention.kv_cache import CacheType
 from tests.attention_cases import (
     CPU,
     Bench,

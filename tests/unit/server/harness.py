@@ -33,10 +33,10 @@ from roseinfer.server.connection.api_keys import ApiKeys
 from roseinfer.server.exchange import Ledgers
 from roseinfer.server.ops.probes import judge_of
 from roseinfer.server.service import Service
-from roseinfer.text.reasoning import find_format
+from roseinfer.text.answers.reasoning import find_format
 from roseinfer.text.templates import ChatTemplate
 from roseinfer.text.text_model import TextModel
-from roseinfer.text.tokenizer import Tokenizer
+from roseinfer.text.tokenizer.tokenizer import Tokenizer
 
 BOS, EOS, TOOL, HUGE = 256, 257, 258, 259
 HUGE_TEXT = "#" * 50_000

@@ -12,7 +12,7 @@ from roseinfer.server.api.fields import ModelBody
 from roseinfer.server.api.parsing import parse_body
 from roseinfer.server.openai.schema import ChatBody
 from roseinfer.server.openai.tokenize import TokenizeBody
-from roseinfer.text.reasoning import FORMATS, Thinking
+from roseinfer.text.answers.reasoning import FORMATS, Thinking
 from roseinfer.text.templates import (
     MAX_PROMPT_CHARS,
     MAX_VARIABLE_BYTES,

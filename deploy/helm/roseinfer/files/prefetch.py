@@ -17,7 +17,7 @@ TOLD_EVERY_S = 30.0
 def fetch(config_file: str, mark: str, seconds: str) -> int:
     from roseinfer.config.sources import load
     from roseinfer.errors import RoseinferError
-    from roseinfer.model.checkpoint import resolve_checkpoint
+    from roseinfer.model.weights.checkpoint import resolve_checkpoint
 
     logging.basicConfig(format="%(message)s")
     logging.getLogger("roseinfer").setLevel(logging.INFO)  # how far the fetch is

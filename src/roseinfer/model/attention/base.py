@@ -78,7 +78,7 @@ class AttentionBackend(Protocol):
 
     name: str
     # A step can be repeated after another `prepare`: any step by a CUDA graph (`PackedTokens.is_captured`), and one of
-    # single tokens, with as many rows, by `model/replay.py`.
+    # single tokens, with as many rows, by `model/steps/replay.py`.
     is_capturable: bool
 
     def prepare(self, tokens: PackedTokens) -> Attend:

@@ -22,9 +22,9 @@ import torch
 from roseinfer.engine.core.batch import Int32Array
 from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
+from roseinfer.model.attention.kv_cache import KVCache
 from roseinfer.model.attention.triton import TritonAttention
 from roseinfer.model.device_stream import Event, Stream
-from roseinfer.model.kv_cache import KVCache
 from roseinfer.model.triton_kernels.paging import heads_of, pages_of, step_of
 from roseinfer.model.triton_kernels.varlen import append
 

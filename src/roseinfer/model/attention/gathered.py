@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 
 from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
+from roseinfer.model.attention.kv_cache import KVCache, quantized_heads
 from roseinfer.model.device import Scratch
-from roseinfer.model.kv_cache import KVCache, quantized_heads
 
 QUERY_TILE = 8
 KEY_TILE = 64

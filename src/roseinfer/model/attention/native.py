@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
+from roseinfer.model.attention.kv_cache import KVCache
 from roseinfer.model.device import Scratch, dtype_name
 from roseinfer.model.kernels.library import Kernels
-from roseinfer.model.kv_cache import KVCache
 
 _ITEM_FIELDS = 5  # of `Item` of kernels/cpp/attention.cpp
 _Strides = c_int64 * 2

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
-from roseinfer.model.kv_cache import KVCache, quantized_heads
+from roseinfer.model.attention.kv_cache import KVCache, quantized_heads
 
 
 class ReferenceAttention:

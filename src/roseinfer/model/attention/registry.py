@@ -6,10 +6,10 @@ from importlib.util import find_spec
 from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import AttentionBackend, AttentionSpec
 from roseinfer.model.attention.gathered import GatheredAttention
+from roseinfer.model.attention.kv_cache import KVCache
 from roseinfer.model.attention.native import NativeAttention
 from roseinfer.model.attention.reference import ReferenceAttention
 from roseinfer.model.kernels.library import Kernels
-from roseinfer.model.kv_cache import KVCache
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import torch
 
 from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import Attend, AttentionSpec, DeviceTokens, PackedTokens
+from roseinfer.model.attention.kv_cache import KVCache
 from roseinfer.model.device import Scratch
-from roseinfer.model.kv_cache import KVCache
 from roseinfer.model.triton_kernels.decode import Parts, choose_num_splits, decode
 from roseinfer.model.triton_kernels.language import IS_INTERPRETED
 from roseinfer.model.triton_kernels.paging import heads_of, pages_of, scores_of, step_of

@@ -8,9 +8,9 @@ import torch
 
 from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import Attend, AttentionSpec
-from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
 from roseinfer.model.layers.linear import Embedding, Linear
+from roseinfer.model.weights.checkpoint import Checkpoint
 
 Spec = TypeVar("Spec", bound=msgspec.Struct)
 
@@ -23,7 +23,7 @@ class CausalLM(Protocol):
     max_positions: int
     attention_spec: AttentionSpec
     num_parameters: int
-    is_capturable: bool  # a CUDA graph can hold `forward` and `logits`, and `model/replay.py` can repeat `forward`
+    is_capturable: bool  # a CUDA graph can hold `forward` and `logits`, and `steps/replay.py` can repeat `forward`
     layer_linears: list[Linear]  # run with one row a token; at least one of each shape
 
     @property

@@ -7,13 +7,13 @@ import msgspec
 import torch
 
 from roseinfer.model.attention.base import Attend, AttentionSpec
-from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
 from roseinfer.model.families.causal_lm import LayerReader
 from roseinfer.model.layers.activation import Activation
 from roseinfer.model.layers.linear import Embedding, Linear
 from roseinfer.model.layers.norm import LinearNorm, Norm
 from roseinfer.model.layers.rope import PositiveInt
+from roseinfer.model.weights.checkpoint import Checkpoint
 
 _ACTIVATIONS: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 _CAUSAL_MASKS = (".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints carry along

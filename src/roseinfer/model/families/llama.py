@@ -13,7 +13,6 @@ import torch
 from msgspec import Meta
 
 from roseinfer.model.attention.base import Attend, AttentionSpec
-from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
 from roseinfer.model.families.causal_lm import LayerReader
 from roseinfer.model.layers.activation import SiluGate
@@ -27,6 +26,7 @@ from roseinfer.model.layers.rope import (
     Rope,
     RotationTable,
 )
+from roseinfer.model.weights.checkpoint import Checkpoint
 
 _FREQUENCY_BUFFERS = (".rotary_emb.inv_freq",)  # that old checkpoints carry along
 _DEFAULT_WINDOW = 4096  # without an entry in the configuration; null is no window

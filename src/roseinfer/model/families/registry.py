@@ -8,7 +8,6 @@ add a configuration to tests/integration/test_parity.py, which compares it with 
 
 from typing import Any, NamedTuple
 
-from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
 from roseinfer.model.families.causal_lm import CausalLM, read_spec
 from roseinfer.model.families.gpt2 import GPT2, GPT2Spec
@@ -24,6 +23,7 @@ from roseinfer.model.families.llama import (
     SmolLM3Spec,
 )
 from roseinfer.model.layers.rope import normalise_rope
+from roseinfer.model.weights.checkpoint import Checkpoint
 
 
 class _Family(NamedTuple):

@@ -16,8 +16,8 @@ import transformers
 from torch import nn
 
 from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
+from roseinfer.model.attention.kv_cache import KVCache
 from roseinfer.model.attention.reference import ReferenceAttention
-from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
 from roseinfer.model.families.tested import TESTED
 from roseinfer.model.families.transformers_layers import Layers, is_mixture
@@ -29,7 +29,7 @@ from roseinfer.model.families.transformers_loading import (
     refuse,
     sparing_imports,
 )
-from roseinfer.model.kv_cache import KVCache
+from roseinfer.model.weights.checkpoint import Checkpoint
 
 _FAR = 10_000  # a position behind every window's first edge in small models, and within most windows in large ones
 

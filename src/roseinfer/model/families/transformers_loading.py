@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from roseinfer.errors import ConfigError
-from roseinfer.model.checkpoint import Checkpoint
+from roseinfer.model.weights.checkpoint import Checkpoint
 
 # Our functions among transformers' own. In steps there is none for masks: for each it would look at the positions.
 IN_STEPS, IN_FIRST_PASS = "roseinfer", "roseinfer_first_pass"

@@ -12,7 +12,7 @@ import triton.language as tl
 from triton import next_power_of_2
 
 from roseinfer.model.attention.base import AttentionSpec, DeviceTokens
-from roseinfer.model.kv_cache import KVCache
+from roseinfer.model.attention.kv_cache import KVCache
 from roseinfer.model.triton_kernels.language import LOG2_E, Constant, Pointer, constant, kept, kernel
 
 

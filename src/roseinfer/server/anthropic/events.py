@@ -19,10 +19,10 @@ from roseinfer.server.anthropic.replies import (
 )
 from roseinfer.server.api.event_stream import event
 from roseinfer.server.api.respond import Dialect, Head
-from roseinfer.text.answer import AnswerParser
+from roseinfer.text.answers.answer import AnswerParser
+from roseinfer.text.answers.parts import CallPart, Parts
 from roseinfer.text.choice import Delta, TokenCounts
 from roseinfer.text.generation import Generation
-from roseinfer.text.tool_calls import CallPart, Parts
 
 SIGNATURE = "unsigned"  # some clients send thoughts back only where they have a signature
 

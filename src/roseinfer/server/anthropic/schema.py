@@ -13,10 +13,10 @@ from roseinfer.runtime.validation import Misfit
 from roseinfer.server.api.fields import ConversationPart, SamplingBody, Schema, StopStrings, given, holds, when
 from roseinfer.server.api.functions import FunctionChoice
 from roseinfer.server.api.unserved import OF_MESSAGES, Unserved
+from roseinfer.text.answers.functions import Function
+from roseinfer.text.answers.reasoning import Effort, Thinking, switched_effort
 from roseinfer.text.grammar.source import encode_source
-from roseinfer.text.reasoning import Effort, Thinking, switched_effort
 from roseinfer.text.templates import TemplateVariables, check_variables
-from roseinfer.text.tool_calls import Function
 
 MAX_TOOLS = 512  # Claude Code with a few MCP servers has more than OpenAI's 128
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.text.tool_calls import Function
+from roseinfer.text.answers.functions import Function
 
 
 @dataclass(frozen=True, slots=True)

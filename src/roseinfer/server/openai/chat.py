@@ -17,12 +17,12 @@ from roseinfer.server.openai.chunks import NOTHING, ChunkDialect
 from roseinfer.server.openai.replies import scored_token
 from roseinfer.server.openai.schema import ChatBody, StreamOptions
 from roseinfer.server.service import SERVICE
-from roseinfer.text.answer import AnswerParser
+from roseinfer.text.answers.answer import AnswerParser
+from roseinfer.text.answers.parts import CallPart, Parts
 from roseinfer.text.choice import Delta
 from roseinfer.text.conversation import Conversation
 from roseinfer.text.logprobs import ScoredToken
 from roseinfer.text.served_model import ServedModel
-from roseinfer.text.tool_calls import CallPart, Parts
 
 
 @generates_tokens(Api.CHAT)

@@ -21,7 +21,7 @@ from roseinfer.text.choice import Delta, EncodedPrompt
 from roseinfer.text.grammar.checker import check_form
 from roseinfer.text.logprobs import ScoredToken
 from roseinfer.text.served_model import ServedModel
-from roseinfer.text.tokenizer import Tokenizer
+from roseinfer.text.tokenizer.tokenizer import Tokenizer
 
 
 @generates_tokens(Api.COMPLETIONS)

@@ -30,13 +30,13 @@ from roseinfer.server.openai.responses_replies import (
 )
 from roseinfer.server.openai.responses_schema import ENCRYPTED, LOGPROBS, ChosenTools, InputTokensBody, ResponseBody
 from roseinfer.server.service import SERVICE
-from roseinfer.text.answer import AnswerParser
+from roseinfer.text.answers.answer import AnswerParser
+from roseinfer.text.answers.parts import Parts
 from roseinfer.text.choice import Delta
 from roseinfer.text.conversation import Conversation
 from roseinfer.text.generation import Generation
 from roseinfer.text.logprobs import ScoredToken
 from roseinfer.text.served_model import ServedModel
-from roseinfer.text.tool_calls import Parts
 from roseinfer.text.turns import Turn, join_turns
 
 

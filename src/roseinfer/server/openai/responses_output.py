@@ -22,7 +22,7 @@ from roseinfer.server.openai.responses_replies import (
     Status,
     SummaryText,
 )
-from roseinfer.text.tool_calls import CallPart, Parts
+from roseinfer.text.answers.parts import CallPart, Parts
 
 
 class EventWriter:

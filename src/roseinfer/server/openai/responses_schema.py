@@ -19,8 +19,8 @@ from roseinfer.server.openai.schema import (
     ThinkingBudget,
     ToolCall,
 )
+from roseinfer.text.answers.reasoning import Effort, Thinking
 from roseinfer.text.grammar.source import encode_source
-from roseinfer.text.reasoning import Effort, Thinking
 from roseinfer.text.templates import TemplateVariables, check_variables
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"

@@ -27,11 +27,11 @@ from roseinfer.server.api.fields import (
 )
 from roseinfer.server.api.functions import FunctionChoice
 from roseinfer.server.api.unserved import OF_CHAT, OF_COMPLETIONS, Unserved
+from roseinfer.text.answers.functions import Function
+from roseinfer.text.answers.reasoning import Effort, Thinking, switched_effort
 from roseinfer.text.grammar.source import encode_source
 from roseinfer.text.logprobs import MAX_KEPT_LOGPROBS, MAX_PROMPT_LOGPROBS
-from roseinfer.text.reasoning import Effort, Thinking, switched_effort
 from roseinfer.text.templates import TemplateVariables, check_variables
-from roseinfer.text.tool_calls import Function
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from roseinfer.server.openai.schema import Message, earlier_arguments
 from roseinfer.server.service import SERVICE
 from roseinfer.text.templates import VARIABLES_FIELD, TemplateVariables, check_variables
 from roseinfer.text.text_model import TextModel
-from roseinfer.text.tokenizer import INLINE_CHARS, Tokenizer
+from roseinfer.text.tokenizer.tokenizer import INLINE_CHARS, Tokenizer
 
 # Most that a byte of text adds to an answer: a token of its own, which has an id of seven digits and a comma, and whose
 # spelling is `"\u0000",` at worst.

@@ -27,10 +27,11 @@ from msgspec.structs import replace
 from roseinfer.engine.core.constraint import MaskArray, Matcher
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import CallGrammar, Grammar, ParameterShape, Thought
+from roseinfer.text.answers.functions import listed_values
+from roseinfer.text.answers.tool_formats import CALL_TAGS
 from roseinfer.text.grammar.source import GrammarCache
 from roseinfer.text.grammar.thoughts import ThoughtMatcher, ThoughtTokens, TokenTexts
-from roseinfer.text.tokenizer_files import tokenizer_file
-from roseinfer.text.tool_calls import CALL_TAGS, listed_values
+from roseinfer.text.tokenizer.files import tokenizer_file
 
 MAX_TOKEN_CHARS = 255
 # A name for a control token that no text contains: it begins with a code point that Unicode reserves for no character.
@@ -220,7 +221,7 @@ class _Tokens:
 
     From a tokenizer.json the library takes every added token written `<...>` for control, and so refuses the text that
     it has just forced. Here a forced text is tokenised as the model's own tokenizer does, with control tokens written
-    out, and each token spells what `text/tokenizer.py` makes of it.
+    out, and each token spells what `text/tokenizer/tokenizer.py` makes of it.
     """
 
     is_tokenizer_wrapper = True

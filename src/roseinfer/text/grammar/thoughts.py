@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from roseinfer.engine.core.constraint import MaskArray, Matcher
 from roseinfer.messages import Thought
-from roseinfer.text.reasoning import Reasoning, ReasoningFormat, ReasoningParser, Stage
+from roseinfer.text.answers.reasoning import Reasoning, ReasoningFormat, ReasoningParser, Stage
 
 
 class TokenTexts:

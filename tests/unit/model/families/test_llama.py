@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.errors import ConfigError
-from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import Placement
 from roseinfer.model.families.causal_lm import CausalLM
 from roseinfer.model.families.llama import FamilySpec, Llama, LlamaSpec, MistralSpec, Qwen2Spec, Qwen3Spec
@@ -19,6 +18,7 @@ from roseinfer.model.families.registry import build_model
 from roseinfer.model.kernels.library import levels_here
 from roseinfer.model.layers.rope import normalise_rope
 from roseinfer.model.runner import load_runner
+from roseinfer.model.weights.checkpoint import Checkpoint
 from tests.conftest import BuiltKernels
 from tests.unit.model.conftest import Outcome, Player, prompt_of
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from roseinfer.model.checkpoint import Checkpoint
 from roseinfer.model.device import DTYPES, GroupCount, Placement
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.layers.grouped_linear import GroupedLinear, TorchGroupedLinear
 from roseinfer.model.layers.int4 import GROUP, Grouped, grouped_rows
 from roseinfer.model.layers.linear import Linear
+from roseinfer.model.weights.checkpoint import Checkpoint
 from tests.conftest import BuiltKernels
 from tests.unit.model.layers.test_linear import random
 from tests.unit.model.quantised import awq, methods, of_module, write

@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from roseinfer.messages import EngineInfo
-from roseinfer.text.tool_calls import CALL_TAGS
+from roseinfer.text.answers.tool_formats import CALL_TAGS
 from tests.unit.server import harness
 
 Family = Literal["qwen2.5", "qwen3", "hermes3"]

@@ -12,9 +12,11 @@ import pytest
 from roseinfer.engine.core.constraint import Matcher
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import Grammar
+from roseinfer.text.answers.functions import Function
+from roseinfer.text.answers.tool_formats import CALL_TAGS, FORMATS
+from roseinfer.text.answers.tool_use import MAX_FORCED_CALLS, ToolUse
 from roseinfer.text.grammar.compiler import TokenizerFile, Vocabulary
-from roseinfer.text.tokenizer import Tokenizer
-from roseinfer.text.tool_calls import CALL_TAGS, FORMATS, MAX_FORCED_CALLS, Function, ToolUse
+from roseinfer.text.tokenizer.tokenizer import Tokenizer
 from tests.unit.text.grammar import tagged
 from tests.unit.text.grammar.tagged import CONTROL, EOS_TEXT, FAMILIES, TEXT
 

@@ -12,6 +12,9 @@ import pytest
 from roseinfer.engine.core.constraint import Matcher
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import CallGrammar, CallShape, Grammar, Thought
+from roseinfer.text.answers.functions import Function
+from roseinfer.text.answers.tool_formats import FORMATS
+from roseinfer.text.answers.tool_use import ToolUse
 from roseinfer.text.grammar.compiler import (
     MAX_FOLLOWED_NS,
     MAX_FORCED_TOKENS,
@@ -23,8 +26,7 @@ from roseinfer.text.grammar.compiler import (
     entry_bytes,
 )
 from roseinfer.text.grammar.source import GrammarCache
-from roseinfer.text.tokenizer import Tokenizer
-from roseinfer.text.tool_calls import FORMATS, Function, ToolUse
+from roseinfer.text.tokenizer.tokenizer import Tokenizer
 from tests.unit.text.grammar import vocabulary as checkpoint
 
 DEMO = Path(__file__).parents[4] / "src/roseinfer/demo"

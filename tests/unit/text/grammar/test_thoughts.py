@@ -12,11 +12,12 @@ from roseinfer.config.options import StructuredConfig
 from roseinfer.engine.core.constraint import Matcher
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import Grammar, Thought
+from roseinfer.text.answers.functions import Function
+from roseinfer.text.answers.tool_formats import FORMATS as TOOL_FORMATS
+from roseinfer.text.answers.tool_use import ToolUse
 from roseinfer.text.grammar.checker import GrammarChecker
 from roseinfer.text.grammar.compiler import GrammarCompiler, Vocabulary
-from roseinfer.text.tokenizer import Tokenizer
-from roseinfer.text.tool_calls import FORMATS as TOOL_FORMATS
-from roseinfer.text.tool_calls import Function, ToolUse
+from roseinfer.text.tokenizer.tokenizer import Tokenizer
 from tests.unit.server import harness
 from tests.unit.text.grammar import tagged
 from tests.unit.text.grammar.tagged import EOS_TEXT, FAMILIES

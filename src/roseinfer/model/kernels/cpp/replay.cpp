@@ -9,7 +9,7 @@ namespace {
 // it has; one that has more, or numbers of floating point, is not recorded.
 using Kernel = void (*)(int64_t, int64_t, int64_t, int64_t, int64_t, int64_t);
 
-// A call: _Call of model/replay.py.
+// A call: _Call of model/steps/replay.py.
 struct RecordedCall {
     Kernel kernel;
     int64_t arguments[6];

@@ -1,0 +1,484 @@
+"""Lays out a step's integers and sends them to the device: token ids, positions, slots, and the block table.
+
+A GPU keeps a copy of the block table. A step brings the entries that are new: those of blocks its tokens begin, and
+after a slot got a new owner all up to its last token. The table has one row more than the scheduler's, and the cache
+one block more, for the rows that fill up a CUDA graph: they read and write there, and touch no slot of a request.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from roseinfer.engine.core.batch import Int32Array, ScheduledBatch, Watch
+from roseinfer.engine.core.stopwatch import unwatched
+from roseinfer.model.attention.base import DeviceTokens, PackedTokens
+from roseinfer.model.device_stream import Event, Stream
+from roseinfer.model.steps.graphs import GraphSize
+
+IntArray = npt.NDArray[np.integer[Any]]
+IntType = np.dtype[np.integer[Any]]
+
+_NARROW: IntType = np.dtype(np.int32)
+_WIDE: IntType = np.dtype(np.int64)
+_WORD_BYTES = 4
+_ENTRY_WORDS = 3  # of a new entry of the block table: its index takes two, its block one
+_LINE_WORDS = 16  # a field begins on a line: for pointers that are aligned otherwise Triton compiles a kernel again
+_NUM_KEPT_FIELDS = 128  # sizes of steps; more than there are graphs
+
+
+class Layout:
+    """Where the integers of a step with this number of rows and tokens lie in an arena: equal sizes at equal places.
+
+    Fields that index tensors are int64, those that attention kernels read are int32. New entries of the block table
+    follow behind the last field.
+    """
+
+    def __init__(self, num_rows: int, num_tokens: int) -> None:
+        self.places: dict[
+            str, tuple[slice, np.dtype[np.integer[Any]]]
+        ] = {}  # words, and the type that they are read as
+        self.num_words = 0
+        # Graphs of decode rows alone bring the block of each row's token.
+        self._add("last_entries", num_rows, _WIDE)  # its index in the block table
+        self._add("last_blocks", num_rows, _NARROW)
+        first_word = self.num_words
+        self._add("slot_indices", num_rows, _WIDE)  # of the rows whose token is gathered
+        self._add("next_positions", num_rows, _WIDE)  # of the tokens to be sampled; graphs alone read it
+        self._add("slots", num_rows, _NARROW)
+        self._add("starts", num_rows, _NARROW)
+        self._add("query_starts", num_rows + 1, _NARROW)
+        self._add("token_positions", num_tokens, _WIDE)
+        self.decode_words = slice(0, self.num_words)
+        # Steps with other rows than those that decode have these too.
+        self._add("sampled_tokens", num_rows, _WIDE)  # index of the last token of each row that samples
+        self._add("sampled_slots", num_rows, _WIDE)
+        self._add("gathered_tokens", num_rows, _WIDE)  # index of each gathered token; graphs alone read it
+        self._add("token_ids", num_tokens + 1, _WIDE)  # a graph puts into the last what it gathers for no token
+        self.step_words = slice(first_word, self.num_words)
+
+    def _add(self, name: str, count: int, dtype: IntType) -> None:
+        num_words = count * dtype.itemsize // _WORD_BYTES
+        self.places[name] = slice(self.num_words, self.num_words + num_words), dtype
+        self.num_words += -(-num_words // _LINE_WORDS) * _LINE_WORDS
+
+
+@dataclass(frozen=True, slots=True)
+class StepFields:
+    """The fields of a step of some size."""
+
+    layout: Layout
+    host: list[dict[str, IntArray]]  # of each arena
+    device: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """Host memory of one step in flight."""
+
+    index: int
+    words: torch.Tensor  # int32
+    event: Event  # passes when the last copy out of it is done
+
+
+class Arenas:
+    """The host's arenas and the device's one.
+
+    A step's integers lie in one piece of memory and go to the device as one copy, of what the step uses. There are two
+    arenas of host memory, so that a step can be written while the one before is being copied; an arena is written again
+    only after the copy that read it. On a CPU there is one, and the device's words are that memory itself.
+    """
+
+    def __init__(self, stream: Stream, num_words: int) -> None:
+        self._stream = stream
+        num_arenas = 1 if stream.is_host else 2
+        self._arenas = [
+            Arena(index, stream.new_host_tensor(num_words, torch.int32), stream.new_event())
+            for index in range(num_arenas)
+        ]
+        self._turn = 0
+        self.num_sent_bytes = 0  # of the last arena
+        self.words = stream.new_device_tensor(self._arenas[0].words)  # never moves: a CUDA graph may read it
+        self.fields = lru_cache(_NUM_KEPT_FIELDS)(self._new_fields)
+        self._sides = lru_cache(2 * _NUM_KEPT_FIELDS)(self._new_sides)
+
+    def _new_fields(self, num_rows: int, num_tokens: int) -> StepFields:
+        """The fields of a step with this number of rows and tokens."""
+        layout = Layout(num_rows, num_tokens)
+        host = [
+            {name: arena.words[words].numpy().view(dtype) for name, (words, dtype) in layout.places.items()}
+            for arena in self._arenas
+        ]
+        device = {
+            name: self.words[words].view(torch.int64 if dtype == _WIDE else torch.int32)
+            for name, (words, dtype) in layout.places.items()
+        }
+        return StepFields(layout, host, device)
+
+    def _new_sides(self, index: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The device's and the host's side of a copy of some words of an arena."""
+        return self.words[start:stop], self._arenas[index].words[start:stop]
+
+    def begin(self, watch: Watch = unwatched) -> Arena:
+        """The next arena, once the last copy out of it is done."""
+        arena = self._arenas[self._turn]
+        self._turn = (self._turn + 1) % len(self._arenas)
+        self.num_sent_bytes = 0
+        if not self._stream.is_host:
+            with watch("h2d"):
+                arena.event.synchronize()
+        return arena
+
+    def send(self, arena: Arena, words: slice, watch: Watch = unwatched) -> None:
+        """Queue the copy of these words of the arena."""
+        with watch("h2d"):
+            self._stream.copy(*self._sides(arena.index, words.start, words.stop))
+            arena.event.record()
+        self.num_sent_bytes = (words.stop - words.start) * self.words.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StagingSizes:
+    """The largest step, and the shape of the block table."""
+
+    num_slots: int  # of the scheduler
+    max_rows: int  # with those that fill up a graph
+    max_tokens: int  # with those that round a step up
+    max_model_len: int
+    block_size: int
+    spare_block: int  # a block of the cache that the scheduler never hands out
+
+    @property
+    def max_blocks(self) -> int:
+        """The most blocks of one slot."""
+        return -(-self.max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """One step's integers on the device. Rows and tokens that only fill up come last."""
+
+    packed: PackedTokens
+    token_ids: torch.Tensor  # int64 [tokens]; the first `num_gathered` are there after `gather`
+    num_gathered: int  # in a graph, where it may be any number, that of the rows
+    slots: torch.Tensor  # int64 [num_gathered]
+    positions: torch.Tensor  # int64 [tokens]
+    sampled_tokens: torch.Tensor | None  # int64 [at least num_samples] index of tokens to sample from; None: all
+    sampled_slots: torch.Tensor  # int64 [num_samples]
+    num_samples: int
+    next_positions: torch.Tensor | None = None  # int64 [num_samples] of the tokens to be sampled; for graphs alone
+    gathered_tokens: torch.Tensor | None = None  # int64 [num_gathered] index of the tokens; None: the first ones
+    gathers_into: torch.Tensor | None = None  # `token_ids`, and one more place
+
+    def gather(self, last_tokens: torch.Tensor) -> None:
+        """Put the tokens int64 [slots] that were sampled last for `slots` among the step's tokens."""
+        if self.gathered_tokens is not None:
+            assert self.gathers_into is not None
+            self.gathers_into.index_copy_(0, self.gathered_tokens, last_tokens.index_select(0, self.slots))
+        elif self.num_gathered:
+            torch.index_select(last_tokens, 0, self.slots, out=self.token_ids[: self.num_gathered])
+
+
+class InputStaging:
+    """Sends steps to the device, and keeps the device's block table. One thread uses it."""
+
+    def __init__(self, stream: Stream, sizes: StagingSizes, padded_rows: Callable[[int], int]) -> None:
+        """`padded_rows`: see Placement."""
+        self._is_host = stream.is_host
+        self._sizes = sizes
+        self._padded_rows = padded_rows
+        self.spare_slot = sizes.num_slots
+        max_entries = 0 if stream.is_host else sizes.num_slots * sizes.max_blocks
+        num_words = Layout(sizes.max_rows, sizes.max_tokens).num_words
+        self.arenas = Arenas(stream, num_words + _ENTRY_WORDS * max_entries)
+        num_table_rows = 0 if stream.is_host else sizes.num_slots + 1  # on a CPU the scheduler's own table serves
+        self.block_table = torch.zeros(num_table_rows, sizes.max_blocks, dtype=torch.int32, device=stream.device)
+        self._is_unsent = np.zeros(sizes.num_slots, np.bool_)
+        self._counting = np.arange(max(sizes.max_rows, sizes.max_tokens) + 1, dtype=np.int32)
+
+    def bind(self, slot: int) -> None:
+        """Note that the slot has a new owner, none of whose blocks the device knows."""
+        self._is_unsent[slot] = True
+
+    def _fields(self, num_rows: int, num_tokens: int) -> StepFields:
+        """The fields of a step. A CPU, for which nothing is copied, has all steps at one place."""
+        if self._is_host:
+            return self.arenas.fields(self._sizes.max_rows, self._sizes.max_tokens)
+        return self.arenas.fields(num_rows, num_tokens)
+
+    # --- steps that are queued operation by operation ---
+
+    def stage(self, batch: ScheduledBatch, watch: Watch = unwatched) -> StagedStep:
+        """Send a batch. The result is valid until the next step is staged."""
+        arena = self.arenas.begin(watch)
+        fields = self._fields(self._padded_rows(batch.num_rows), self._padded_rows(batch.num_tokens))
+        host = fields.host[arena.index]
+        is_decode = batch.num_device_rows == batch.num_rows
+        step = self._pack_decode(batch, fields, host) if is_decode else self._pack(batch, fields, host)
+        if not self._is_host:
+            self._put_rows(batch, host, step.packed.query_starts)
+            self._send_with_entries(batch, arena, fields, watch)
+        return step
+
+    def _pack_decode(self, batch: ScheduledBatch, fields: StepFields, host: dict[str, IntArray]) -> StagedStep:
+        """Rows that have one token each and sample: rows, tokens and samples are the same."""
+        num_rows = batch.num_rows
+        num_tokens = self._padded_rows(num_rows)
+        slots, positions = _repeat_last(batch.slots, num_tokens), _repeat_last(batch.starts, num_tokens)
+        host["slot_indices"][:num_tokens] = slots
+        host["token_positions"][:num_tokens] = positions
+        packed = self._packed(batch, fields, slots, positions, self._counting[: num_rows + 1])
+        return self._decode_step(packed, fields, num_tokens, num_rows)
+
+    def _decode_step(self, packed: PackedTokens, fields: StepFields, num_tokens: int, num_rows: int) -> StagedStep:
+        slots = fields.device["slot_indices"][:num_tokens]
+        return StagedStep(
+            packed=packed,
+            token_ids=fields.device["token_ids"][:num_tokens],
+            num_gathered=num_tokens,
+            slots=slots,
+            positions=fields.device["token_positions"][:num_tokens],
+            sampled_tokens=None,
+            sampled_slots=slots[:num_rows],
+            num_samples=num_rows,
+            next_positions=fields.device["next_positions"],
+        )
+
+    def _pack(self, batch: ScheduledBatch, fields: StepFields, host: dict[str, IntArray]) -> StagedStep:
+        num_tokens, num_samples = self._padded_rows(batch.num_tokens), int(np.count_nonzero(batch.samples))
+        num_sampled = self._padded_rows(num_samples) if num_samples else 0
+        query_starts, row_of_token, positions = self._put_tokens(batch, host, num_tokens, num_sampled)
+        if batch.num_rows > 1 and (batch.slots[1:] == batch.slots[:-1]).any():  # attention takes a draft's rows as one
+            query_starts = query_starts[np.flatnonzero(np.append(np.diff(batch.slots, prepend=-1) != 0, True))]
+        device = fields.device
+        return StagedStep(
+            packed=self._packed(batch, fields, batch.slots[row_of_token], positions, query_starts),
+            token_ids=device["token_ids"][:num_tokens],
+            num_gathered=batch.num_device_rows,
+            slots=device["slot_indices"][: batch.num_device_rows],
+            positions=device["token_positions"][:num_tokens],
+            sampled_tokens=device["sampled_tokens"][:num_sampled],
+            sampled_slots=device["sampled_slots"][:num_samples],
+            num_samples=num_samples,
+        )
+
+    def _put_tokens(
+        self, batch: ScheduledBatch, host: dict[str, IntArray], num_tokens: int, num_sampled: int
+    ) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """Write what a batch computes, the last token repeated up to `num_tokens`, and what it samples, likewise.
+
+        Returns the index of each row's first token, and of each token its row and its position.
+        """
+        num_rows, num_gathered = batch.num_rows, batch.num_device_rows
+        query_starts = np.zeros(num_rows + 1, np.int32)
+        np.cumsum(batch.num_new_tokens, out=query_starts[1:])
+        row_of_token = _repeat_last(np.repeat(self._counting[:num_rows], batch.num_new_tokens), num_tokens)
+        index = _repeat_last(self._counting[: batch.num_tokens], num_tokens)
+        positions: Int32Array = index + (batch.starts - query_starts[:-1])[row_of_token]
+        host["slot_indices"][:num_gathered] = batch.slots[:num_gathered]
+        host["token_ids"][num_gathered:num_tokens] = _repeat_last(batch.token_ids, num_tokens - num_gathered)
+        host["token_positions"][:num_tokens] = positions
+        sampling_rows = np.flatnonzero(batch.samples)
+        last_tokens = query_starts[1:][sampling_rows] - 1
+        host["sampled_tokens"][:num_sampled] = _repeat_last(last_tokens, num_sampled) if len(sampling_rows) else 0
+        host["sampled_slots"][: len(sampling_rows)] = batch.slots[sampling_rows]
+        return query_starts, row_of_token, positions
+
+    def _packed(
+        self,
+        batch: ScheduledBatch,
+        fields: StepFields,
+        slots: Int32Array,
+        positions: Int32Array,
+        query_starts: Int32Array,
+    ) -> PackedTokens:
+        is_decode = batch.num_device_rows == batch.num_rows
+        max_query_len = 1 if is_decode else int(np.diff(query_starts).max())
+        # A GPU's kernel for rows of one token is compiled for ranges of `max_context_len`. It is run with one of them,
+        # that of the graphs. A prompt of which one token is left is such a row too.
+        has_one_range = max_query_len == 1 and not self._is_host
+        return PackedTokens(
+            slots=slots,
+            positions=positions,
+            query_starts=query_starts,
+            block_table=batch.block_table,
+            max_query_len=max_query_len,
+            max_context_len=self._sizes.max_model_len
+            if has_one_range
+            else int((batch.starts + batch.num_new_tokens).max()),
+            device=None if self._is_host else self._device_tokens(fields, batch.num_rows),
+        )
+
+    def _device_tokens(self, fields: StepFields, num_rows: int) -> DeviceTokens:
+        return DeviceTokens(
+            slots=fields.device["slots"][:num_rows],
+            starts=fields.device["starts"][:num_rows],
+            query_starts=fields.device["query_starts"][: num_rows + 1],
+            block_table=self.block_table,
+            table_stride=self.block_table.stride(0),
+        )
+
+    def _put_rows(self, batch: ScheduledBatch, host: dict[str, IntArray], query_starts: Int32Array) -> None:
+        """Write what attention on a GPU reads."""
+        host["slots"][: batch.num_rows] = batch.slots
+        host["starts"][: batch.num_rows] = batch.starts
+        host["query_starts"][: batch.num_rows + 1] = query_starts
+
+    def _send_with_entries(self, batch: ScheduledBatch, arena: Arena, fields: StepFields, watch: Watch) -> None:
+        """Send everything in one copy, and put the new entries into the device's block table."""
+        entries, blocks = self._new_entries(batch)
+        first, count = fields.layout.num_words, len(entries)
+        host_entries, host_blocks = _entries(arena.words, first, count)
+        host_entries.numpy()[:] = entries
+        host_blocks.numpy()[:] = blocks
+        self.arenas.send(arena, slice(fields.layout.step_words.start, first + _ENTRY_WORDS * count), watch)
+        if count:
+            self.block_table.view(-1).scatter_(0, *_entries(self.arenas.words, first, count))
+
+    def _new_entries(self, batch: ScheduledBatch) -> tuple[npt.NDArray[np.int64], Int32Array]:
+        """Entries of the block table that the rows need and the device does not have: their indices, and the blocks.
+
+        The entry of a token that is not the first of its block is there, since the token before needed it too.
+        """
+        size, slots = self._sizes.block_size, batch.slots
+        num_blocks = -(-(batch.starts + batch.num_new_tokens) // size)
+        first = np.where(self._is_unsent[slots], 0, -(-batch.starts // size))
+        counts = np.maximum(num_blocks - first, 0)
+        ends = np.cumsum(counts)
+        rows = np.repeat(slots.astype(np.int64), counts)
+        columns = np.arange(ends[-1]) + np.repeat(first - (ends - counts), counts)
+        self._is_unsent[slots] = False
+        return rows * self._sizes.max_blocks + columns, batch.block_table[rows, columns]
+
+    # --- steps that a graph holds ---
+
+    def stage_decode(self, batch: ScheduledBatch | None, num_rows: int, watch: Watch = unwatched) -> None:
+        """Send rows that decode, filled up to `num_rows`, to where `decode_step(num_rows)` reads them.
+
+        None means no rows but those that fill up.
+        """
+        arena = self.arenas.begin(watch)
+        fields = self._fields(num_rows, num_rows)
+        host = fields.host[arena.index]
+        num_used = 0 if batch is None else batch.num_rows
+        if batch is not None:
+            self._put_decode_rows(batch, host)
+        if num_used < num_rows:
+            host["slot_indices"][num_used:] = self.spare_slot
+            host["token_positions"][num_used:] = 0
+            host["last_entries"][num_used:] = self.spare_slot * self._sizes.max_blocks
+            host["last_blocks"][num_used:] = self._sizes.spare_block
+        host["slots"][:] = host["slot_indices"]
+        host["starts"][:] = host["token_positions"]
+        np.add(host["token_positions"], 1, out=host["next_positions"])
+        host["query_starts"][:] = self._counting[: num_rows + 1]
+        self.arenas.send(arena, fields.layout.decode_words, watch)
+
+    def _put_decode_rows(self, batch: ScheduledBatch, host: dict[str, IntArray]) -> None:
+        """Write the rows' slots and positions, and the entry of the block table that each row's token needs.
+
+        A graph on a fast GPU leaves the host some 60 microseconds a step: indices are made once, in the type that numpy
+        indexes with, and the table is read by one of them.
+        """
+        num_rows, width, max_blocks = batch.num_rows, batch.block_table.shape[1], self._sizes.max_blocks
+        slots, positions = host["slot_indices"][:num_rows], host["token_positions"][:num_rows]
+        slots[:], positions[:] = batch.slots, batch.starts
+        columns = positions // self._sizes.block_size
+        entries = slots * max_blocks + columns
+        host["last_entries"][:num_rows] = entries
+        places = entries if width == max_blocks else slots * width + columns
+        host["last_blocks"][:num_rows] = batch.block_table.take(places)
+
+    def decode_step(self, num_rows: int) -> StagedStep:
+        """The step that `stage_decode` sends, at addresses that never change."""
+        fields = self._fields(num_rows, num_rows)
+        return self._decode_step(self._packed_for_graph(fields, num_rows, num_rows, 1), fields, num_rows, num_rows)
+
+    def put_last_blocks(self, num_rows: int) -> None:
+        """Put the blocks that `stage_decode` sent into the device's block table. Part of the graph."""
+        device = self._fields(num_rows, num_rows).device
+        self.block_table.view(-1).scatter_(0, device["last_entries"], device["last_blocks"])
+
+    def stage_prompts(self, batch: ScheduledBatch | None, size: GraphSize, watch: Watch = unwatched) -> None:
+        """Send rows of which some do not decode, filled up to `size`, to where `prompt_step(size)` reads them.
+
+        Rows that fill up have no tokens, and tokens that fill up no row: attention leaves both alone. What the former
+        sample is the spare slot's. None means no other rows.
+        """
+        arena = self.arenas.begin(watch)
+        fields = self._fields(size.num_rows, size.num_tokens)
+        host = fields.host[arena.index]
+        num_rows = num_tokens = num_gathered = num_samples = 0
+        if batch is not None:
+            num_rows, num_tokens, num_gathered = batch.num_rows, batch.num_tokens, batch.num_device_rows
+            query_starts, _, _ = self._put_tokens(batch, host, size.num_tokens, size.num_rows)
+            self._put_rows(batch, host, query_starts)
+            next_positions = (batch.starts + batch.num_new_tokens)[batch.samples]
+            num_samples = len(next_positions)
+            host["next_positions"][:num_samples] = next_positions
+        else:
+            for name in ("token_ids", "token_positions", "sampled_tokens"):
+                host[name][:] = 0
+        host["slots"][num_rows:] = self.spare_slot
+        host["starts"][num_rows:] = 0
+        host["query_starts"][num_rows:] = num_tokens
+        host["slot_indices"][num_gathered:] = self.spare_slot
+        host["gathered_tokens"][:num_gathered] = self._counting[:num_gathered]
+        host["gathered_tokens"][num_gathered:] = size.num_tokens
+        host["sampled_slots"][num_samples:] = self.spare_slot
+        host["next_positions"][num_samples:] = 1
+        if batch is None:
+            self.arenas.send(arena, fields.layout.step_words, watch)
+        else:
+            self._send_with_entries(batch, arena, fields, watch)
+
+    def prompt_step(self, size: GraphSize) -> StagedStep:
+        """The step that `stage_prompts` sends, at addresses that never change."""
+        fields = self._fields(size.num_rows, size.num_tokens)
+        device = fields.device
+        return StagedStep(
+            packed=self._packed_for_graph(fields, size.num_rows, size.num_tokens, size.num_tokens),
+            token_ids=device["token_ids"][: size.num_tokens],
+            num_gathered=size.num_rows,
+            slots=device["slot_indices"],
+            positions=device["token_positions"],
+            sampled_tokens=device["sampled_tokens"],
+            sampled_slots=device["sampled_slots"],
+            num_samples=size.num_rows,
+            next_positions=device["next_positions"],
+            gathered_tokens=device["gathered_tokens"],
+            gathers_into=device["token_ids"],
+        )
+
+    def _packed_for_graph(self, fields: StepFields, num_rows: int, num_tokens: int, max_query_len: int) -> PackedTokens:
+        """Its host arrays are placeholders."""
+        return PackedTokens(
+            slots=np.full(num_tokens, self.spare_slot, np.int32),
+            positions=np.zeros(num_tokens, np.int32),
+            query_starts=self._counting[: num_rows + 1],
+            block_table=np.zeros((0, self._sizes.max_blocks), np.int32),
+            max_query_len=max_query_len,
+            max_context_len=self._sizes.max_model_len,
+            device=self._device_tokens(fields, num_rows),
+            is_captured=True,
+        )
+
+
+def _entries(words: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The indices of `count` entries int64, and after them their blocks int32."""
+    middle = first + 2 * count
+    return words[first:middle].view(torch.int64), words[middle : middle + count]
+
+
+def _repeat_last(array: Int32Array, length: int) -> Int32Array:
+    """The array, with its last number repeated up to `length`."""
+    if len(array) == length:
+        return array
+    longer = np.empty(length, array.dtype)
+    longer[: len(array)] = array
+    longer[len(array) :] = array[-1]
+    return longer

@@ -1,0 +1,363 @@
+"""Turns text into token ids, and a token id into the bytes it stands for.
+
+Any vocabulary is a table from id to bytes: byte-level ones (GPT-2, Llama 3, Qwen) spell each byte as one printable
+character, SentencePiece ones (Llama 2, Mistral) write a space as U+2581 and odd bytes as `<0xNN>`; WordPiece marks what
+goes on with a word (`##`), older BPE what ends one (`</w>`).
+"""
+
+import asyncio
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import tokenizers
+from tokenizers import processors
+
+from roseinfer.errors import ConfigError, InvalidRequest, PromptName, PromptTooLong
+from roseinfer.runtime import memory
+from roseinfer.runtime.niceness import be_nicer_in_this_thread
+from roseinfer.text.answers.reasoning import REASONING_TAGS
+from roseinfer.text.answers.tool_formats import CALL_TAGS
+from roseinfer.text.tokenizer.files import tokenizer_file
+
+INLINE_CHARS = 4096  # about a millisecond of encoding; a hop to a thread costs a tenth of that
+LONG_CHARS = 128 * 1024  # encoding takes a few hundred bytes of memory for each token: longer texts wait for each other
+_LONG_NICENESS = 10  # more than the event loop, which so has ten times the weight where processors are too few
+_SPACE = " "
+_KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace"})  # pre-tokenizers that drop no character
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerConfig:
+    """What `tokenizer_config.json` says beside the vocabulary."""
+
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # text by name: `bos_token`, `eos_token`, ...
+    adds_bos: bool | None = None  # before a text; None: as the post-processor of tokenizer.json does
+    adds_eos: bool = False  # after a text; counts where `adds_bos` is not None
+    chat_template: object = None  # as it stands there, unchecked
+
+    @classmethod
+    def load(cls, directory: Path) -> "TokenizerConfig":
+        """Read the file, if there is one. Raises ConfigError when it is no JSON object."""
+        config = read_json(directory / "tokenizer_config.json")
+        named = read_json(directory / "special_tokens_map.json") | config  # older checkpoints name them there
+        adds_bos = config.get("add_bos_token")
+        return cls(
+            special_tokens={name: text for name in named if (text := _token_text(name, named[name])) is not None},
+            adds_bos=adds_bos if isinstance(adds_bos, bool) else None,
+            adds_eos=config.get("add_eos_token") is True,
+            chat_template=config.get("chat_template"),
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of the checkpoint; empty where there is no file. Raises ConfigError."""
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except ValueError as error:
+        raise ConfigError(f"{path.name} cannot be read: {error}.", param="model.path") from None
+
+
+def _token_text(name: str, value: object) -> str | None:
+    """The text of a `*_token` entry, which is a string or an object with `content`; None for other entries."""
+    if not name.endswith("_token"):
+        return None
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+class _DecoderFile(msgspec.Struct):
+    """What of tokenizer.json decides how a token spells its bytes."""
+
+    decoder: dict[str, Any] | None = None
+
+
+class Tokenizer:
+    """A vocabulary. Long texts are encoded as a batch, in which `tokenizers` lets the event loop go on.
+
+    Its `encode` keeps the GIL: two megabytes would stop every stream for seconds.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, piece_bytes: Callable[[str], bytes], content: bytes) -> None:
+        inner.no_truncation()  # a checkpoint may ask for it; a prompt is never cut silently
+        inner.no_padding()
+        self._inner = inner
+        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+        self._long_pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="long-text")
+        # Only for work without the GIL: a thread that holds it at a lower priority makes all others wait.
+        nicer = partial(be_nicer_in_this_thread, _LONG_NICENESS)
+        self._long_encoder = ThreadPoolExecutor(1, thread_name_prefix="long-encode", initializer=nicer)
+        self.special_ids = frozenset(id_ for id_, token in inner.get_added_tokens_decoder().items() if token.special)
+        self._silent_ids = self.special_ids - {inner.token_to_id(tag) for tag in (*CALL_TAGS, *REASONING_TAGS)}
+        vocab = inner.get_vocab(with_added_tokens=True)
+        self._pieces = [b""] * (max(vocab.values(), default=-1) + 1)
+        for piece, token_id in vocab.items():
+            self._pieces[token_id] = piece_bytes(piece)
+        self._most_chars_per_token = most_chars_per_token(content, self._pieces)
+
+    @classmethod
+    def load(cls, directory: Path) -> "Tokenizer":
+        """Read `tokenizer.json`, and what `tokenizer_config.json` wants around a text. Raises ConfigError."""
+        return cls.from_bytes(tokenizer_file(directory).read_bytes(), TokenizerConfig.load(directory))
+
+    @classmethod
+    def from_bytes(cls, content: bytes, config: TokenizerConfig | None = None) -> "Tokenizer":
+        """Read the content of a `tokenizer.json`; without a `config`, nothing else is said of it."""
+        try:
+            inner = tokenizers.Tokenizer.from_buffer(content)
+            decoder = msgspec.json.decode(content, type=_DecoderFile).decoder
+        except ValueError as error:
+            raise ConfigError(f"tokenizer.json cannot be read: {error}.", param="model.path") from None
+        if config is not None and config.adds_bos is not None:
+            inner.post_processor = _frame(inner, config)
+        return cls(inner, _spelling(decoder), content)
+
+    def check_length(self, texts: Sequence[str], max_model_len: int, names: Sequence[PromptName]) -> None:
+        """Raise PromptTooLong for a text that cannot fit, whatever its tokens are."""
+        if self._most_chars_per_token is None:
+            return
+        for name, text in zip(names, texts, strict=True):
+            if len(text) > self._most_chars_per_token * max_model_len:
+                message = (
+                    f"This model's context is {max_model_len} tokens of at most {self._most_chars_per_token} "
+                    f"characters each; the {len(text)} characters of {name} do not fit."
+                )
+                least = -(-len(text) // self._most_chars_per_token)
+                raise PromptTooLong(message, param=name.param, num_tokens=least, max_model_len=max_model_len)
+
+    async def encode_prompts(
+        self, texts: Sequence[str], max_model_len: int, names: Sequence[PromptName], *, add_special_tokens: bool
+    ) -> list[list[int]]:
+        """Token ids of each text. Raises PromptTooLong that names the text that does not fit."""
+        self.check_length(texts, max_model_len, names)
+        return await self.for_text(sum(map(len, texts)), self._encode, texts, add_special_tokens, max_model_len, names)
+
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text; with `add_special_tokens` also those the post-processor puts around a text."""
+        return await self.for_text(sum(map(len, texts)), self._encode, texts, add_special_tokens)
+
+    def encode_here(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """As `encode`, of one text in this thread: for use in work that `for_text` runs."""
+        return self._encode([text], add_special_tokens)[0]
+
+    async def for_text(self, num_chars: int, work: Callable[..., T], *arguments: object) -> T:
+        """Run work that takes as long as encoding so many characters: here if that is about a millisecond."""
+        if num_chars <= INLINE_CHARS:
+            return work(*arguments)
+        if num_chars <= LONG_CHARS:
+            return await self.off_loop(work, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._long_pool, _and_give_memory_back, work, *arguments
+        )
+
+    async def off_loop(self, work: Callable[..., T], *arguments: object) -> T:
+        """Run text work that takes more than about a millisecond on one of two threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+
+    def _encode(
+        self,
+        texts: Sequence[str],
+        add_special_tokens: bool,
+        max_model_len: int | None = None,
+        names: Sequence[PromptName] = (),
+    ) -> list[list[int]]:
+        """Raises PromptTooLong with a `max_model_len`, which needs `names`; no list of ids is made then."""
+        _check_characters(texts)
+        if sum(map(len, texts)) <= INLINE_CHARS:
+            return [self._inner.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
+        if sum(map(len, texts)) <= LONG_CHARS:
+            encodings = self._encode_batches(texts, add_special_tokens)
+        else:
+            self._encode_batches([""], add_special_tokens)  # the library starts its threads here, at this priority
+            encodings = self._long_encoder.submit(self._encode_batches, texts, add_special_tokens).result()
+        if max_model_len is not None:
+            for name, num in zip(names, map(len, encodings), strict=True):
+                if num > max_model_len:
+                    message = f"This model's context is {max_model_len} tokens; the {num} of {name} do not fit."
+                    raise PromptTooLong(message, param=name.param, num_tokens=num, max_model_len=max_model_len)
+        return [encoding.ids for encoding in encodings]
+
+    def _encode_batches(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
+        """Encode each text as a batch of its own: a batch of several would use the library's threads on all cores.
+
+        Those keep the priority of the thread that encoded the first batch. "fast" leaves out the costly offsets.
+        """
+        encode = self._inner.encode_batch_fast
+        return [encode([text], add_special_tokens=add_special_tokens)[0] for text in texts]
+
+    def spell(self, token_id: int) -> bytes:
+        """The bytes of a token, special ones spelled out; empty for an id without a token."""
+        return self._pieces[token_id] if token_id < len(self._pieces) else b""
+
+    def text_bytes(self, token_id: int) -> bytes:
+        """The bytes a token adds to generated text: none for a special one."""
+        return b"" if token_id in self.special_ids else self.spell(token_id)
+
+    def tagged_text_bytes(self, token_id: int) -> bytes:
+        """As `text_bytes`, with the tags of calls (Hermes 3) and thoughts (Magistral) where they are special."""
+        return b"" if token_id in self._silent_ids else self.spell(token_id)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of the tokens; special ones add none."""
+        return b"".join(map(self.text_bytes, token_ids)).decode(errors="replace")
+
+    def close(self) -> None:
+        for pool in (self._pool, self._long_pool, self._long_encoder):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _and_give_memory_back(work: Callable[..., T], *arguments: object) -> T:
+    try:
+        return work(*arguments)
+    finally:
+        memory.give_back()
+
+
+def _check_characters(texts: Sequence[str]) -> None:
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            message = "The text holds a lone surrogate, which is no character."
+            raise InvalidRequest(message, param="prompt") from None
+
+
+def _frame(inner: tokenizers.Tokenizer, config: TokenizerConfig) -> processors.TemplateProcessing:
+    """Puts BOS before and EOS after a text as tokenizer_config.json says, instead of tokenizer.json."""
+    wanted = {"bos_token": config.adds_bos, "eos_token": config.adds_eos}
+    texts = {name: config.special_tokens[name] for name in wanted if wanted[name] and name in config.special_tokens}
+    token_ids = {text: inner.token_to_id(text) for text in texts.values()}
+    for name, text in texts.items():
+        if token_ids[text] is None:
+            raise ConfigError(
+                f"tokenizer_config.json: the {name} {text!r} is not in the vocabulary.", param="model.path"
+            )
+    pieces = [texts.get("bos_token"), "$A", texts.get("eos_token")]
+    return processors.TemplateProcessing(
+        single=[piece for piece in pieces if piece is not None], special_tokens=list(token_ids.items())
+    )
+
+
+def _spelling(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
+    kinds = _kinds(decoder, "decoders")
+    if "ByteLevel" in kinds:
+        return _byte_level_bytes
+    if kinds & {"ByteFallback", "Metaspace"}:
+        return _sentencepiece_bytes
+    for part in _parts(decoder, "decoders"):
+        if part["type"] == "WordPiece":
+            return partial(_word_piece_bytes, part["prefix"])
+        if part["type"] == "BPEDecoder":
+            return partial(_suffixed_bytes, part["suffix"])
+    raise ConfigError(
+        "tokenizer.json: its decoder is none of those whose tokens are bytes: ByteLevel, ByteFallback, Metaspace, "
+        "WordPiece, BPEDecoder.",
+        param="model.path",
+    )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's bijection: a printable Latin-1 character is its own byte, the other 68 bytes are U+0100 onwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_level_bytes(piece: str) -> bytes:
+    try:
+        return bytes(map(_BYTE_OF.__getitem__, piece))
+    except KeyError:  # an added token is plain text
+        return piece.encode()
+
+
+def _sentencepiece_bytes(piece: str) -> bytes:
+    if found := _BYTE_PIECE.fullmatch(piece):
+        return bytes([int(found[1], 16)])
+    return piece.replace("\u2581", " ").encode()
+
+
+def _word_piece_bytes(prefix: str, piece: str) -> bytes:
+    """A piece with the prefix goes on with a word, any other begins one behind a space."""
+    return piece.removeprefix(prefix).encode() if piece.startswith(prefix) else f" {piece}".encode()
+
+
+def _suffixed_bytes(suffix: str, piece: str) -> bytes:
+    """A piece with the suffix ends a word, and a space follows."""
+    return (piece.removesuffix(suffix) + " " if piece.endswith(suffix) else piece).encode()
+
+
+class _Model(msgspec.Struct):
+    type: str | None = None
+    byte_fallback: bool = False
+
+
+class _AddedToken(msgspec.Struct):
+    lstrip: bool = False
+    rstrip: bool = False
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What of tokenizer.json decides whether text can vanish."""
+
+    model: _Model
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+    added_tokens: list[_AddedToken] = []
+
+
+def most_chars_per_token(content: bytes, pieces: Iterable[bytes]) -> int | None:
+    """Most characters that one token stands for, the longest piece, to refuse long texts; None where text may vanish.
+
+    Text vanishes in normalizers that fold or strip, in pre-tokenizers that remove, around added tokens that take the
+    space beside them, and where the vocabulary has not every single byte.
+    """
+    try:
+        file = msgspec.json.decode(content, type=_TokenizerFile)
+    except ValueError:  # of an older form
+        return None
+    known = set(pieces)
+    is_certain = (
+        file.model.type == "BPE"
+        and (file.model.byte_fallback or "ByteLevel" in _kinds(file.pre_tokenizer, "pretokenizers"))
+        and all(bytes([byte]) in known for byte in range(256))
+        and all(_keeps(part) for part in _parts(file.normalizer, "normalizers"))
+        and all(_drops_nothing(part) for part in _parts(file.pre_tokenizer, "pretokenizers"))
+        and not any(token.lstrip or token.rstrip for token in file.added_tokens)
+    )
+    return max(map(len, known)) if is_certain else None
+
+
+def _kinds(step: dict[str, Any] | None, sequence: str) -> set[str]:
+    return {part["type"] for part in _parts(step, sequence)}
+
+
+def _parts(step: dict[str, Any] | None, sequence: str) -> list[dict[str, Any]]:
+    """The parts of a step that is a sequence, at any depth, or the step alone."""
+    if step is None:
+        return []
+    return [leaf for part in step[sequence] for leaf in _parts(part, sequence)] if sequence in step else [step]
+
+
+def _keeps(normalizer: dict[str, Any]) -> bool:
+    """It only adds text, or writes spaces as SentencePiece does."""
+    is_about_spaces = normalizer["type"] == "Replace" and normalizer.get("pattern") == {"String": _SPACE}
+    return normalizer["type"] == "Prepend" or (is_about_spaces and normalizer.get("content") == "\u2581")
+
+
+def _drops_nothing(pre_tokenizer: dict[str, Any]) -> bool:
+    kind = pre_tokenizer["type"]
+    return kind in _KEEPING or (kind == "Split" and pre_tokenizer.get("behavior") != "Removed")
