@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
+import msgspec
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -106,7 +107,10 @@ def _loop_over_experts() -> Iterator[None]:
 
 
 def _step(runner: ModelRunner, num_rows: int, num_tokens: int) -> Launch:
-    """A step of rows behind `CONTEXT` tokens of whatever the cache holds."""
+    """A step of rows behind `CONTEXT` tokens of whatever the cache holds.
+
+    Rows of one token decode those that a first step has sampled, as an engine's do, so that such steps are replayed.
+    """
     tokens = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], num_rows * num_tokens).astype(np.int32)
     slots = np.arange(num_rows, dtype=np.int32)
     batch = ScheduledBatch(
@@ -120,6 +124,9 @@ def _step(runner: ModelRunner, num_rows: int, num_tokens: int) -> Launch:
         block_table=np.arange(NUM_SLOTS * BLOCKS, dtype=np.int32).reshape(NUM_SLOTS, BLOCKS),
         bindings=tuple(SlotBinding(slot, SamplingParams(temperature=0.0), 1, ()) for slot in slots.tolist()),
     )
+    if num_tokens == 1:
+        runner.launch(batch).wait()
+        batch = msgspec.structs.replace(batch, num_device_rows=num_rows, token_ids=tokens[:0], bindings=())
     return lambda: runner.logits(batch)
 
 

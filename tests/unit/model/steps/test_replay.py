@@ -64,6 +64,26 @@ def test_the_same_bits_and_no_python(kernels: Kernels) -> None:
     assert forward.num_runs == 4, "inputs that lie elsewhere are not those of the recording"
 
 
+def test_operators_with_and_without_a_form_that_writes_in_place(kernels: Kernels) -> None:
+    """Conversions, operators whose arguments torch's functions take otherwise, strides, and numbers that are none."""
+    table = torch.randn(10, WIDTH, generator=torch.Generator().manual_seed(0))
+
+    def forward(token_ids: torch.Tensor, positions: torch.Tensor, _: object) -> torch.Tensor:
+        x = torch.nn.functional.embedding(token_ids, table)
+        left, right = x.to(torch.bfloat16).chunk(2, -1)
+        turned = torch.cat([-right, left], -1).t().clone().t()
+        sums = turned.sum(-1, keepdim=True, dtype=torch.float32) + torch.softmax(x, -1, dtype=torch.float64)
+        chosen = torch.where(sums > 0, sums, sums.log()).to(torch.float32).contiguous()
+        return torch.clamp(chosen, min=-1.0) + torch.pow(2, positions[:, None].float()) + x.argmax(-1)[:, None]
+
+    replay = Replays(forward, kernels)
+    ids, positions = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    for turn in range(4):
+        ids[:], positions[:] = (torch.arange(3) * 2 + turn) % 10, turn + 1
+        found, wanted = replay(ids, positions, no_attention), forward(ids, positions, None)
+        assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+
+
 def test_what_reads_numbers_back_is_not_repeated(kernels: Kernels) -> None:
     forward = Forward(kernels)
 
