@@ -3,6 +3,7 @@
 Every test runs over each backend that this machine has: plain torch, and the kernels of each level.
 """
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -176,6 +177,31 @@ def test_a_row_ignores_the_others(draw: Draw) -> None:
         assert [(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)] == [
             (expected[i][0][0], expected[i][1][0]) for i in order
         ]
+
+
+def test_a_row_alone_wakes_the_threads_that_wait(kernels: Kernels | None) -> None:
+    """And starts none, which a region of threads within another one would do in every step."""
+    if kernels is None:
+        pytest.skip("of the compiled kernels")
+    sampler = Sampler(1, 40_000, torch.device("cpu"), kernels)
+    sampler.bind(SlotBinding(0, SamplingParams(temperature=0.0), 1, ()))
+    logits, slots = random_logits(1, 40_000), np.zeros(1, np.int32)
+
+    def num_started() -> int:
+        """Threads that the machine started beside a hundred draws: ids of threads are given in order."""
+        before = started_thread()
+        for position in range(100):
+            sampler.sample(logits, slots, np.array([position], np.int32))
+        return started_thread() - before
+
+    assert min(num_started() for _ in range(5)) < 100
+
+
+def started_thread() -> int:
+    thread = threading.Thread()
+    thread.start()
+    thread.join()
+    return thread.native_id or 0
 
 
 def test_the_seed_and_the_position_decide(draw: Draw) -> None:

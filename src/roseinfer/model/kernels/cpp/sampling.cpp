@@ -341,43 +341,50 @@ int64_t sample(const Row<T>& row, const Slot& slot, int64_t position, Workspace&
     return is_selected ? draw_selected(row, slot, mass, draw, work) : draw_kept(row, slot, mass, draw, work);
 }
 
-template <typename T>
-void sample_rows(const T* logits, int64_t stride, int64_t num_rows, int64_t vocab_size, const Slot* table,
-                 const int32_t* slots, const int32_t* positions, int64_t* ids) {
-#pragma omp parallel if (num_rows > 1)
+// Calls take(row, workspace) for each row. A row that is alone is not taken in a region of threads: regions within it would
+// start new threads, in each step, instead of waking those that wait.
+template <typename Take>
+void take_rows(int64_t num_rows, const Take& take) {
+    if (num_rows == 1) {
+        Workspace work;
+        return take(0, work);
+    }
+#pragma omp parallel
     {
         Workspace work;
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < num_rows; ++i)
-            ids[i] = sample(Row<T>{logits + i * stride, vocab_size}, table[slots[i]], positions[i], work);
+        for (int64_t row = 0; row < num_rows; ++row) take(row, work);
     }
+}
+
+template <typename T>
+void sample_rows(const T* logits, int64_t stride, int64_t num_rows, int64_t vocab_size, const Slot* table,
+                 const int32_t* slots, const int32_t* positions, int64_t* ids) {
+    take_rows(num_rows, [&](int64_t i, Workspace& work) {
+        ids[i] = sample(Row<T>{logits + i * stride, vocab_size}, table[slots[i]], positions[i], work);
+    });
 }
 
 template <typename T>
 void score_rows(const T* logits, int64_t stride, int64_t num_rows, int64_t vocab_size, const int64_t* rows,
                 const int64_t* tokens, int64_t width, double* logprobs, int64_t* ranks, int64_t* top_ids,
                 double* top_logprobs) {
-#pragma omp parallel if (num_rows > 1)
-    {
-        Workspace work;
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < num_rows; ++i) {
-            const Row<T> row{logits + rows[i] * stride, vocab_size};
-            float largest;
-            first_of_largest(row, &largest);
-            const double norm = double(largest) + std::log(total_mass(row, Mass(largest, 1.0f)));
-            const float chosen = to_float(row.logits[tokens[i]]);
-            int64_t rank = 1;
-            for (int64_t id = 0; id < vocab_size; ++id) rank += to_float(row.logits[id]) > chosen;
-            logprobs[i] = double(chosen) - norm;
-            ranks[i] = rank;
-            if (width) select(row, width, work.candidates);
-            for (int64_t k = 0; k < width; ++k) {
-                top_ids[i * width + k] = work.candidates[k].id;
-                top_logprobs[i * width + k] = double(work.candidates[k].value) - norm;
-            }
+    take_rows(num_rows, [&](int64_t i, Workspace& work) {
+        const Row<T> row{logits + rows[i] * stride, vocab_size};
+        float largest;
+        first_of_largest(row, &largest);
+        const double norm = double(largest) + std::log(total_mass(row, Mass(largest, 1.0f)));
+        const float chosen = to_float(row.logits[tokens[i]]);
+        int64_t rank = 1;
+        for (int64_t id = 0; id < vocab_size; ++id) rank += to_float(row.logits[id]) > chosen;
+        logprobs[i] = double(chosen) - norm;
+        ranks[i] = rank;
+        if (width) select(row, width, work.candidates);
+        for (int64_t k = 0; k < width; ++k) {
+            top_ids[i * width + k] = work.candidates[k].id;
+            top_logprobs[i * width + k] = double(work.candidates[k].value) - norm;
         }
-    }
+    });
 }
 
 }  // namespace
