@@ -1,6 +1,8 @@
 """What can be wrong at the start is told in one line that names it, with exit code 2 and no traceback."""
 
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -43,6 +45,17 @@ def test_a_taken_port() -> None:
 def test_a_missing_checkpoint(tmp_path: Path) -> None:
     assert_one_line(run("serve", "--model", str(tmp_path / "none"), "--port", "0", "--ops-port", "0"), "model.path")
     assert_one_line(run("generate", "x", "--model", str(tmp_path)), "model.path", "config.json")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_it_serves_ends_it_as_later(number: signal.Signals, tmp_path: Path) -> None:
+    """The configuration is a pipe, so the signal comes while it is read."""
+    config = tmp_path / "config.yaml"
+    os.mkfifo(config)
+    command = [sys.executable, "-m", "roseinfer", "serve", "--config", str(config)]
+    with subprocess.Popen(command) as server, config.open("w"):  # which is open once it reads
+        server.send_signal(number)
+        assert server.wait(30) == 0
 
 
 def test_a_truncated_checkpoint(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_ray_is_asked_for_where_it_is_missing(
     source, output = write(tmp_path / "in", [chat("a", "x")]), tmp_path / "out"
     command = ["batch", "--input", str(source), "--output", str(output), *FLAGS]
     assert main([*command, "--ray-engines", "2"]) == EXIT_USAGE
-    assert "roseinfer.ray: needs ray, which the extra `ray` brings: pip install" in capsys.readouterr().err
+    assert "roseinfer: --ray-engines: needs ray, which the extra `ray` brings: pip install" in capsys.readouterr().err
     assert not list(tmp_path.glob("out*"))
     for wrong in ("0", "3-1", "many", "2-"):
         assert main([*command, "--ray-engines", wrong]) == EXIT_USAGE

@@ -208,8 +208,8 @@ async def test_unknown_routes(method: str, path: str, status: int) -> None:
 
 LISTED = (
     "There are /v1/chat/completions, /v1/chat/completions/render, /v1/completions, /v1/completions/render, "
-    "/v1/embeddings, /v1/messages, /v1/messages/count_tokens, /v1/models, /v1/responses, /v1/responses/input_tokens; "
-    "a client's base URL has /v1 once at most."
+    "/v1/embeddings, /v1/messages, /v1/messages/count_tokens, /v1/models, /v1/responses, /v1/responses/input_tokens, "
+    "/detokenize, /tokenize; a client's base URL has /v1 once at most."
 )
 
 
@@ -291,7 +291,7 @@ async def test_pages_of_other_origins_may_not(origins: tuple[str, ...], status: 
         assert not [name for name in each.headers if name.startswith("Access-Control-")]
 
 
-async def test_who_asks_the_wrong_port_is_told_of_the_other() -> None:
+async def test_the_wrong_port_names_the_other() -> None:
     async with serving(ScriptedEngine(says("a"))) as server:
         answer = await server.get("/debug/timeline")
     assert (answer.status, answer.error["code"]) == (404, "unknown_route")
@@ -342,7 +342,7 @@ async def test_a_badly_framed_body() -> None:
     assert server.engine.requests == []
 
 
-async def test_more_than_the_limit_is_told_to_come_back() -> None:
+async def test_requests_above_the_limit_get_a_retry_after() -> None:
     engine = ScriptedEngine()
     async with serving(engine, max_inflight=2) as server:
         tasks = [asyncio.create_task(server.complete()) for _ in range(2)]

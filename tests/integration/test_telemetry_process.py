@@ -208,6 +208,15 @@ async def test_what_it_cannot_do_is_known_before_the_server_is_ready() -> None:
         assert refusal.value.param == "observe.capture_rules"
 
 
+async def test_one_whose_server_never_started_is_ended_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    """The sentence of the refusal stays the last one, and comes at once."""
+    async with front() as server:
+        process = server.process._process
+        assert process is not None
+    assert process.returncode == -signal.SIGKILL
+    assert caplog.text == ""
+
+
 async def test_causes_of_a_ledger_come_from_the_process() -> None:
     async with front() as server:
         await server.page()  # it has started

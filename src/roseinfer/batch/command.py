@@ -75,6 +75,7 @@ class Tally:
     """What a run has done so far."""
 
     num_before: int  # lines that an earlier run had answered
+    num_at_once: int = 1  # lines that the engines run at a time
     began_ns: int = field(default_factory=time.monotonic_ns)
     next_report_s: float = 0.0
     num_answers: int = 0
@@ -109,10 +110,14 @@ class Tally:
         return (time.monotonic_ns() - self.began_ns) / 1e9
 
     def rates(self, num_lines: int) -> str:
-        """Lines and tokens a second since the first line went to the engine, and how long the rest will take."""
+        """Lines and tokens a second since the first line went to the engine, and how long the rest will take.
+
+        There is no estimate before as many are answered as run at a time: they began together, and the first of them
+        says nothing of the rate.
+        """
         per_s = self.num_answers / self.elapsed_s
         left = num_lines - self.num_before - self.num_answers
-        rest = f", about {_time(left / per_s)} left" if per_s else ""
+        rest = f", about {_time(left / per_s)} left" if self.num_answers >= self.num_at_once else ""
         return f"{per_s:.1f} lines/s, {self.num_tokens / self.elapsed_s:,.0f} tokens/s{rest}"
 
     def lines(self, journal: Journal) -> Iterator[str]:
@@ -163,7 +168,8 @@ async def answer_all(file: Path, num_lines: int, journal: Journal, config: Confi
     be_nicer(FRONT_END_NICENESS if config.engine.transport == "process" else 0)
     try:
         lines, tally.began_ns = chain([first], lines), time.monotonic_ns()
-        with Progress(f"answering {file}", total=num_lines) as progress:
+        tally.num_at_once = config.scheduler.limits.max_active_seqs
+        with Progress(f"answering {file}", total=num_lines, done=tally.num_before) as progress:
             async with asyncio.TaskGroup() as workers:
                 for _ in range(2 * config.scheduler.limits.max_active_seqs):
                     workers.create_task(

@@ -1,15 +1,18 @@
 """The `roseinfer` command: parses arguments, runs one command, and turns errors into exit codes.
 
-Exit codes: 0 done or drained, 2 a given value cannot be used, 70 the engine failed, 130 interrupted. Each command
-imports the heavy libraries that it needs, after its arguments have been parsed.
+Exit codes: 0 done or drained, 2 a given value cannot be used, 70 the engine failed, 130 or 143 interrupted. Each
+command imports the heavy libraries that it needs, after its arguments have been parsed.
 """
 
 import argparse
 import importlib
 import json
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -42,10 +45,13 @@ Run = Callable[[argparse.Namespace, LoadedConfig], int]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] in (["engine"], ["telemetry"]) and arguments[1:2] == [
-        "--fd"
-    ]:  # a child of `serve`, which needs none of the rest
-        return _run_child(arguments[0], int(arguments[2]))
+    if arguments[:1] in (["engine"], ["telemetry"]) and arguments[1:2] == ["--fd"]:
+        return _run_child(arguments[0], int(arguments[2]))  # of `serve`, which needs none of the rest
+    with _signals_end_the_start() if arguments[:1] == ["serve"] else nullcontext():
+        return _run_command(arguments)
+
+
+def _run_command(arguments: Sequence[str]) -> int:
     given: dict[str, Given] = {}
     try:
         parsed = _parser().parse_args(arguments)
@@ -62,6 +68,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `| head`; silence Python's flush at exit too
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+@contextmanager
+def _signals_end_the_start() -> Iterator[None]:
+    """Until the server hears SIGTERM and Ctrl-C itself, they end the process as they end a server: with exit code 0.
+
+    They do so at once, and raise nothing: an import that is interrupted could take it for a failure of its own.
+    """
+    numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, lambda *_: os._exit(0)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run_child(name: str, fd: int) -> int:
@@ -202,7 +223,10 @@ def _batch(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     if arguments.ray_engines is not None:
         from roseinfer import ray
 
-        answer = partial(ray.answer_all, engines=arguments.ray_engines)
+        try:
+            answer = partial(ray.answer_all, engines=arguments.ray_engines)
+        except ConfigError as error:  # what it needs is not installed
+            raise ConfigError(error.reason, param="--ray-engines") from None
     return command.run(arguments.input, arguments.output, loaded.config, answer)
 
 

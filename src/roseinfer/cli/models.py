@@ -131,17 +131,17 @@ def _size(num_bytes: int) -> str:
 
 def _print(facts: dict[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    kind = ", ".join(facts.get("architectures", ())) or facts.get("model_type") or "a checkpoint"
-    match facts["served_by"]:
-        case "refused":
-            console.print(f"{kind}: refused. {facts['reason']}")
-            return
-        case "native":
-            console.print(f"{kind}: served by a file of its own, the fastest way.")
-        case _:
-            console.print(f"{kind}: served by transformers' modelling code, with our layers.")
+    kind = ", ".join(facts.get("architectures", ())) or facts.get("model_type")
+    if facts["served_by"] == "refused":
+        console.print(f"{kind}: refused. {facts['reason']}" if kind else facts["reason"])
+        return
+    is_native = facts["served_by"] == "native"
+    how = "by a file of its own, the fastest way" if is_native else "by transformers' modelling code, with our layers"
     if facts["lacks"]:
-        console.print(f"It cannot be served as it is. {facts['lacks']}")
+        console.print(f"{kind}: cannot be served as it is. {facts['lacks']}")
+        console.print(f"When it is whole it is served {how}.")
+    else:
+        console.print(f"{kind}: served {how}.")
     if facts["quantization"]:
         console.print(f"Its weights are quantised ({facts['quantization']}), and read as floats.")
     console.print(

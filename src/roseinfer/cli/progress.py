@@ -22,10 +22,10 @@ _PLAIN_INTERVAL_S = 5.0  # between lines that differ in their count alone
 class Progress:
     """`with Progress("warmup 1/2", total=8192) as progress: progress.update(done=17)`; any thread may update."""
 
-    def __init__(self, what: str, *, total: int | None = None) -> None:
+    def __init__(self, what: str, *, total: int | None = None, done: int = 0) -> None:
         self._what = what
         self._total = total
-        self._done = 0
+        self._done = done
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._show, name="progress", daemon=True)
 

@@ -13,9 +13,10 @@ routers do not know it and would find no prefix. Readers that missed messages as
 number on (8 bytes), and get them as they were, behind an empty frame, until one with the number -1.
 
 The engine only hands its changes to a thread. When too many wait for it some are dropped, and in their place the
-readers are told that all blocks are gone: they may miss a block that is there, and never believe in one that is not.
+readers hear that all blocks are gone: they may miss a block that is there, and never believe in one that is not.
 """
 
+import logging
 import socket
 import threading
 import time
@@ -47,8 +48,11 @@ _FIELDS = {
 MAX_KEPT = 10_000  # messages for the replay socket
 _HIGH_WATER = 100_000  # messages that wait for a reader; then it misses some, and sees it by their numbers
 _CLOSE_TIMEOUT_S = 1.0
+_CONNECT_TIMEOUT_S = 5.0  # of one attempt; the next begins soon after it
 
 Event = list[Any]
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -120,6 +124,7 @@ class KVEventPublisher:
             raise ConfigError(message, param="kv_events.endpoint") from error
         assert config.endpoint is not None
         self._zmq, self._context = zmq, zmq.Context()
+        self._address = config.endpoint
         self._topic, self._block_size, self._medium = topic.encode(), block_size, medium
         self._numbers = count()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=MAX_KEPT)
@@ -127,6 +132,8 @@ class KVEventPublisher:
         self._waiting: deque[Sequence[CachedBlock] | None] = deque([None])
         self._is_map = config.form == "map"
         self._is_closing = False
+        self._attempts: Any = None  # a socket that has what becomes of attempts to connect
+        self._is_heard = True  # as far as is known
         try:
             self._events = self._open(zmq.PUB, config.endpoint, "kv_events.endpoint")
             self._replay = None
@@ -147,7 +154,12 @@ class KVEventPublisher:
         opened.setsockopt(zmq.IPV6, 1)
         try:
             is_ours = "*" in address or "::" in address or address.startswith(("ipc://", "inproc://"))
-            (opened.bind if is_ours or kind == zmq.ROUTER else opened.connect)(address)
+            if is_ours or kind == zmq.ROUTER:
+                opened.bind(address)
+            else:
+                opened.setsockopt(zmq.CONNECT_TIMEOUT, int(_CONNECT_TIMEOUT_S * 1e3))
+                self._attempts = opened.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECT_RETRIED)
+                opened.connect(address)
         except zmq.ZMQError as error:
             raise ConfigError(f"{address} cannot be used: {error.strerror}", param=param) from None
         return opened
@@ -180,7 +192,7 @@ class KVEventPublisher:
         bell = self._context.socket(zmq.PAIR)
         bell.connect("inproc://bell")
         poller = zmq.Poller()
-        for opened in filter(None, (bell, self._replay)):
+        for opened in filter(None, (bell, self._replay, self._attempts)):
             poller.register(opened, zmq.POLLIN)
         while not self._is_closing or self._waiting:
             ready = dict(poller.poll())
@@ -189,7 +201,21 @@ class KVEventPublisher:
             self._send_waiting()
             if self._replay in ready:
                 self._answer()
+            if self._attempts in ready:
+                self._note_attempt()
         bell.close(linger=0)
+
+    def _note_attempt(self) -> None:
+        """Log when nothing listens at the address that is connected to, and when something does after that."""
+        from zmq.utils.monitor import recv_monitor_message
+
+        is_heard = recv_monitor_message(self._attempts)["event"] == self._zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if is_heard and not self._is_heard:
+            _log.info("kv_events.endpoint: %s is connected", self._address)
+        elif self._is_heard and not is_heard:
+            message = "kv_events.endpoint: nothing listens at %s, so events are lost until something does"
+            _log.warning(message, self._address)
+        self._is_heard = is_heard
 
     def _send_waiting(self) -> None:
         while self._waiting:

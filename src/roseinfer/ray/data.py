@@ -158,8 +158,8 @@ def answer_all(
         if not refs:  # a run was killed between its last answer and its end
             return
         dataset = answer_lines(ray.data.from_arrow_refs(refs), config, engines=engines, has_timelines=True)
-        tally.began_ns = time.monotonic_ns()
-        with Progress(f"answering {file}", total=num_lines) as progress:
+        tally.began_ns, tally.num_at_once = time.monotonic_ns(), engines[0] * num_lines_of_call(config)
+        with Progress(f"answering {file}", total=num_lines, done=tally.num_before) as progress:
             for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
                 for row in batch.to_pylist():
                     answer = Answer(row["answer"], row["is_error"], timelines_of(row["timelines"]))

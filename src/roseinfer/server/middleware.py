@@ -204,11 +204,13 @@ def _what_is_near(request: web.Request) -> str:
     """The path that was meant, if one is misspelled or has a wrong beginning; else those that the API has."""
     if _STORED_RESPONSE.match(request.path):
         return " Responses are not stored here: send the items that go on with the next request."
-    paths = [route.resource.canonical for route in request.app.router.routes() if route.resource is not None]
+    routes = [(route.method, route.resource.canonical) for route in request.app.router.routes() if route.resource]
+    paths = [path for _, path in routes]
     of_api = sorted({path for path in paths if path.startswith("/v1/") and "{" not in path})
     near = _path_meant(request.path, of_api + [path for path in paths if not path.startswith("/v1/")])
     if near is None:
-        return f" There are {', '.join(of_api)}; a client's base URL has /v1 once at most." if of_api else ""
+        beside = sorted({path for method, path in routes if method == "POST" and not path.startswith("/v1/")})
+        return f" There are {', '.join(of_api + beside)}; a client's base URL has /v1 once at most." if of_api else ""
     if near not in of_api:
         return f" There is {near}."
     forms = request.app.get(ERROR_FORMS, {})

@@ -87,6 +87,12 @@ def test_a_part_that_is_missing_or_broken(
         (tmp_path / name).write_bytes(content)
     assert main(["models", str(tmp_path)]) == 2
     out = capsys.readouterr().out
-    assert "served by a file of its own" in out
-    assert f"It cannot be served as it is. {'' if 'tokenizer' in lack else tmp_path}" in out
-    assert lack in out
+    why, how, *_ = out.splitlines()
+    assert why.startswith(f"GPT2LMHeadModel: cannot be served as it is. {'' if 'tokenizer' in lack else tmp_path}")
+    assert lack in why
+    assert how == "When it is whole it is served by a file of its own, the fastest way."
+
+
+def test_a_directory_without_a_model_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", str(tmp_path)]) == 2
+    assert capsys.readouterr().out == f"{tmp_path} has no config.json.\n"

@@ -36,12 +36,19 @@ def test_what_is_quick_says_nothing() -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_each_stage_is_told_once() -> None:
+def test_each_stage_is_printed_once() -> None:
     with redirect_stderr(io.StringIO()) as stderr, Progress("loading") as shown:
         wait_for("loading", stderr)
         shown.update(what="warming up")
         wait_for("warming up", stderr)
     assert stderr.getvalue() == "roseinfer: loading\nroseinfer: warming up\n"
+
+
+@pytest.mark.usefixtures("impatient")
+def test_work_that_goes_on_begins_with_what_is_done() -> None:
+    with redirect_stderr(io.StringIO()) as stderr, Progress("answering", total=9, done=4):
+        wait_for("answering: 4/9", stderr)
+    assert "0/9" not in stderr.getvalue()
 
 
 @pytest.mark.usefixtures("impatient")

@@ -1,11 +1,13 @@
 """What routers hear of the prefix cache: the wire of vLLM's events, their order, a replay, and what is lost."""
 
 import hashlib
+import socket
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +156,7 @@ def test_a_salt_is_an_extra_key_of_the_first_block() -> None:
     assert salted.extra_keys == [["mine"], None]
 
 
-def test_of_a_salt_no_more_is_told_than_the_client_gave() -> None:
+def test_events_have_no_more_of_a_salt_than_the_client_gave() -> None:
     """A router sees the body and no key: with the key's part in the events it would find nothing."""
     engine = make_engine(num_blocks=32)
     cache = engine.scheduler.kv_cache.prefix_cache
@@ -221,7 +223,7 @@ def test_nonsense_at_the_replay_socket_is_passed_over(tmp_path: Path) -> None:
         assert len(replayed(replay, 0, 2)) == 2
 
 
-def test_what_is_lost_is_told_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_lost_is_announced_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "MAX_WAITING", 3)
     may_send = threading.Event()
     with publisher(tmp_path) as (opened, _, replay):
@@ -256,6 +258,38 @@ def test_an_engine_tells_of_its_prompts(tmp_path: Path) -> None:
         stored = msgspec.msgpack.decode(messages[1][2], type=Batch).events[0]
         assert isinstance(stored, Stored)
         assert stored.token_ids == prompt
+
+
+def test_a_taken_address_names_the_option() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:  # noqa: S104 - as `*` binds
+        endpoint = f"tcp://*:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=r"kv_events\.endpoint: tcp.* cannot be used: Address already in use"):
+            KVEventPublisher(KVEventsConfig(endpoint=endpoint), "", 4, "CPU")
+
+
+def test_an_address_without_a_listener_is_a_warning_until_there_is_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that accepts and is no router's is none."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    endpoint = f"tcp://127.0.0.1:{port}"
+
+    def logged(count: int) -> list[str]:
+        deadline = time.monotonic() + 10
+        while len(caplog.messages) < count:
+            assert time.monotonic() < deadline, caplog.messages
+            time.sleep(0.005)
+        return caplog.messages
+
+    with caplog.at_level("INFO"), closing(KVEventPublisher(KVEventsConfig(endpoint=endpoint), "", 4, "CPU")):
+        logged(1)
+        with zmq.Context() as context, context.socket(zmq.SUB) as router:
+            router.bind(endpoint)
+            assert logged(2) == [
+                f"kv_events.endpoint: nothing listens at {endpoint}, so events are lost until something does",
+                f"kv_events.endpoint: {endpoint} is connected",
+            ]
 
 
 def test_what_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What the process is told first."""
+    """What the process gets first."""
 
     config: Config
     more_keys: str  # added to those of the file
@@ -84,6 +84,7 @@ class TelemetryProcess:
         self._take_over: TakeOver
         self._watching: asyncio.Task[None] | None = None
         self._launched_s = 0.0
+        self._has_been_ready = False
         self._is_closing = False
 
     @property
@@ -106,6 +107,7 @@ class TelemetryProcess:
         if self._link is not None:
             with contextlib.suppress(NotReady):  # it has died, and is started again
                 await self._link.ask("ready")
+                self._has_been_ready = True
 
     async def _launch(self) -> None:
         ours, theirs = socket.socketpair()
@@ -163,7 +165,7 @@ class TelemetryProcess:
                 heard_s = math.inf
 
     async def close(self) -> None:
-        """Sends the last facts and waits a little for its exit."""
+        """Sends the last facts and waits a little for its exit. Before it observes there are none, and no wait."""
         self._is_closing = True
         if self._watching is not None:
             self._watching.cancel()
@@ -174,8 +176,11 @@ class TelemetryProcess:
             self._link.close()
         for port in self._ports:
             port.close()
-        if self._process is not None and not await asyncio.to_thread(
-            end_process, self._process, CLOSE_TIMEOUT_S, LONGEST_CLOSE_S
+        limits = (CLOSE_TIMEOUT_S, LONGEST_CLOSE_S) if self._has_been_ready else (0.0, 0.0)
+        if (
+            self._process is not None
+            and not await asyncio.to_thread(end_process, self._process, *limits)
+            and self._has_been_ready
         ):
             _log.warning("the telemetry process had no time for its last facts, log lines and spans")
         self._starter.shutdown(wait=False)
