@@ -22,14 +22,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+_OTHER_PYTHON = "name with PYTHON one that has torch and the packages of pyproject.toml"
+
 try:
     from benchmarks import protocol, report
     from benchmarks.random_gpt2 import default_directory, make
     from benchmarks.served import DEFAULT_PEERS
 except ModuleNotFoundError as error:
-    raise SystemExit(
-        f"{sys.executable} has no {error.name}: name with PYTHON one that has torch and the packages of pyproject.toml"
-    ) from None
+    raise SystemExit(f"{sys.executable} has no {error.name}: {_OTHER_PYTHON}") from None
 
 
 class Part(NamedTuple):
@@ -74,13 +74,16 @@ def command_of(part: Part, file: Path, arguments: argparse.Namespace) -> list[st
 
 
 def run_part(name: str, command: Sequence[str], timeout_s: float, log: Path) -> str:
-    """Run a part and print what it prints; after its time it is ended. Returns how it failed, or nothing."""
+    """Run a part and print what it prints; after its time it is ended. Returns how it failed, or nothing.
+
+    The log's path is printed and not returned: what is returned goes onto a page.
+    """
     began = time.monotonic()
     print(f"=== {name} ===", flush=True)
     is_done = protocol.run(command, log, timeout_s, stdout=None)
     took = time.monotonic() - began
-    failure = "" if is_done else f"{'ended' if took >= timeout_s else 'FAILED'} after {took:.0f} s, see {log}"
-    print(f"=== {name} {failure or f'is done after {took:.0f} s'} ===", flush=True)
+    failure = "" if is_done else f"{'ended' if took >= timeout_s else 'FAILED'} after {took:.0f} s"
+    print(f"=== {name} {f'{failure}, see {log}' if failure else f'is done after {took:.0f} s'} ===", flush=True)
     return failure
 
 
@@ -127,8 +130,10 @@ def main() -> int:
 
 
 def has_gpu() -> bool:
-    import torch
-
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{sys.executable} has no {error.name}: {_OTHER_PYTHON}") from None
     return torch.cuda.is_available()
 
 

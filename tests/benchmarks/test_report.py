@@ -49,7 +49,7 @@ def test_nothing_run_is_a_page_that_says_so() -> None:
     assert "\n0 reached, 0 not, " in text
 
 
-def test_circumstances_are_told() -> None:
+def test_the_report_names_its_circumstances() -> None:
     text = page(served=served())
     assert "A processor" in text
     assert "| served | `python served` | 2026-01-02 | 61 s | 0.1 | 1.0% | yes |" in text
@@ -127,7 +127,7 @@ def gpu_page(gpu: str) -> str:
         "block_info": {"arrays": step},
     }
     results = {name: part(name, content) for name, content in parts.items()}
-    return report.page("gpu", results, {"served": "ended after 600 s, see served.log"})
+    return report.page("gpu", results, {"served": "ended after 600 s"})
 
 
 def test_the_page_tells_settings_failures_and_roofs() -> None:
@@ -140,7 +140,7 @@ def test_the_page_tells_settings_failures_and_roofs() -> None:
     assert "| 64 | 64 | – | 0.50 (0.40 to 0.60); 20% of 0.10 | failed |" in text
     assert "\n| one stream | 2100 | 2.00 / 3.00 | – | – |" in text
     assert "| arrays | 0.50 (0.40 to 0.60) |" in text
-    assert "- **served ended after 600 s, see served.log**" in text
+    assert "- **served ended after 600 s**" in text
     assert "7 passed, 1 failed, 1 skipped; ended.\n\n- failed: `tests/gpu/test_x.py::test_y`" in text
     assert "0 passed, 0 failed, 0 skipped; compute-sanitizer is absent." in text
 

@@ -25,10 +25,15 @@ def test_a_part_gets_the_options_that_it_has() -> None:
     assert command == [sys.executable, "-m", "benchmarks.decode_step", *expected]
 
 
-def test_a_part_that_does_not_end_in_time_is_ended(tmp_path: Path) -> None:
+def test_a_part_that_does_not_end_in_time_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    assert suite.run_part("slow", command, 0.2, tmp_path / "log").startswith("ended after")
-    assert suite.run_part("wrong", [sys.executable, "-c", "0/0"], 30, tmp_path / "log").startswith("FAILED after")
+    failures = (
+        suite.run_part("slow", command, 0.2, tmp_path / "log"),
+        suite.run_part("wrong", [sys.executable, "-c", "0/0"], 30, tmp_path / "log"),
+    )
+    assert [failure.rpartition(" after ")[0] for failure in failures] == ["ended", "FAILED"]
+    assert all(str(tmp_path) in line for line in capsys.readouterr().out.splitlines() if " after " in line)
+    assert not any(str(tmp_path) in failure for failure in failures), "a page has no paths of the machine"
     assert not suite.run_part("quick", [sys.executable, "-c", ""], 30, tmp_path / "log")
 
 
@@ -36,7 +41,9 @@ def test_the_first_hour_is_one() -> None:
     assert sum(part.timeout_s for part in suite.SUITES["gpu"].values()) < 3600
 
 
-def test_a_part_that_fails_is_told_and_the_next_one_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_names_a_part_that_fails_and_the_next_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = suite.Part("benchmarks.gpu.no_such_module", 30)
     monkeypatch.setitem(suite.SUITES["gpu"], "tests", broken)
     words = ["gpu", "--device", "cpu", "--quick", "--parts", "tests,sanitizer", "--model", "src/roseinfer/demo"]
@@ -53,6 +60,13 @@ def test_without_a_gpu_nothing_is_begun(monkeypatch: pytest.MonkeyPatch, capsys:
     with pytest.raises(SystemExit):
         suite.main()
     assert "torch finds no GPU here; cpu checks the scripts" in capsys.readouterr().err
+
+
+def test_a_python_without_torch_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # an import of it fails
+    monkeypatch.setattr(sys, "argv", ["suite", "gpu"])
+    with pytest.raises(SystemExit, match="has no torch: name with PYTHON one that has torch"):
+        suite.main()
 
 
 def test_ablations_differ_in_one_option_each() -> None:

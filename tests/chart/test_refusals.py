@@ -46,7 +46,7 @@ MISTAKES = [  # values, what the message has to contain
 POOL = "inferencePool: {enabled: true, endpointPickerRef: {name: a}}"
 CONTRADICTIONS = [
     ("{lifecycle: {terminationGracePeriodSeconds: 142}}", "lifecycle.terminationGracePeriodSeconds is 142 and must be"),
-    ("{lifecycle: {preStopSeconds: 100, terminationGracePeriodSeconds: 150}}", "must be above 227"),
+    ("{lifecycle: {preStopSeconds: 100, terminationGracePeriodSeconds: 150}}", "must be at least 228"),
     ("{lifecycle: {drainTimeoutSeconds: 600, terminationGracePeriodSeconds: 600}}", "lifecycle.preStopSeconds"),
     ("{config: {server: {drain_timeout_s: 5}}}", "config.server.drain_timeout_s is 5, and lifecycle.drainTimeoutSec"),
     ("{config: {server: {ops_port: 0}}}", "config.server.ops_port is 0"),

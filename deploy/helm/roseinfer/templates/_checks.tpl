@@ -2,24 +2,24 @@
 What may not be: each contradiction between values ends the rendering with the values' names.
 
 After the sleep before SIGTERM come the drain, the farewell to what is left (4.5 seconds at most) and the delivery of facts
-and spans (less than two seconds, three at most where other processes have the cores). A grace period in whole seconds above
-7 outlasts both; a shorter one lets the kubelet cut streams that were promised to end.
+and spans (less than two seconds, three at most where other processes have the cores): 7.5 seconds, so 8 whole ones. A
+shorter grace period lets the kubelet cut streams that were promised to end.
 */}}
 {{- define "roseinfer.drainSeconds" -}}
 {{- include "roseinfer.option" (dict "context" . "section" "server" "name" "drain_timeout_s" "default" 25) | float64 | ceil | int }}
 {{- end }}
 
 {{- define "roseinfer.stopSeconds" -}}
-{{- add .Values.lifecycle.preStopSeconds (include "roseinfer.drainSeconds" .) 7 }}
+{{- add .Values.lifecycle.preStopSeconds (include "roseinfer.drainSeconds" .) 8 }}
 {{- end }}
 
 {{- define "roseinfer.graceSeconds" -}}
 {{- $needed := include "roseinfer.stopSeconds" . | int }}
 {{- $grace := .Values.lifecycle.terminationGracePeriodSeconds }}
 {{- if kindIs "invalid" $grace }}
-{{- add $needed 5 }}
-{{- else if le ($grace | int) $needed }}
-{{- fail (printf "lifecycle.terminationGracePeriodSeconds is %d and must be above %d: lifecycle.preStopSeconds, the drain and 7 s for the farewell and the delivery of spans" ($grace | int) $needed) }}
+{{- add $needed 4 }}
+{{- else if lt ($grace | int) $needed }}
+{{- fail (printf "lifecycle.terminationGracePeriodSeconds is %d and must be at least %d: lifecycle.preStopSeconds, the drain and 8 s for the farewell and the delivery of spans" ($grace | int) $needed) }}
 {{- else }}
 {{- $grace | int }}
 {{- end }}
@@ -312,7 +312,7 @@ and spans (less than two seconds, three at most where other processes have the c
 {{- $service := .Values.service }}
 {{- $open := and (eq $service.type "LoadBalancer") (not (or .Values.apiKeys.existingSecret (include "roseinfer.option" (dict "context" . "section" "server" "name" "api_key_file" "default" "")))) }}
 {{- if and $open (not (or $service.loadBalancerSourceRanges $service.withoutKeys)) }}
-{{- fail "service.type is LoadBalancer and there are no keys, so whoever reaches the address may use the model and read /metrics: give apiKeys.existingSecret or service.loadBalancerSourceRanges, or say by service.withoutKeys that this is meant" }}
+{{- fail "service.type is LoadBalancer and there are no keys, so all who reach the address may use the model and read /metrics: give apiKeys.existingSecret or service.loadBalancerSourceRanges, or say by service.withoutKeys that this is meant" }}
 {{- end }}
 {{- if and $service.nodePort (eq $service.type "ClusterIP") }}
 {{- fail "service.nodePort is given and service.type is ClusterIP, which has none" }}
@@ -323,7 +323,7 @@ and spans (less than two seconds, three at most where other processes have the c
 {{- end }}
 {{- end }}
 {{- if and $service.externalTrafficPolicy (eq $service.type "ClusterIP") }}
-{{- fail "service.externalTrafficPolicy is given and service.type is ClusterIP, which nobody reaches from outside" }}
+{{- fail "service.externalTrafficPolicy is given and service.type is ClusterIP, which is not reached from outside" }}
 {{- end }}
 {{- if and .Values.inferencePool.enabled .Values.apiKeys.existingSecret .Values.networkPolicy.enabled (not .Values.networkPolicy.metricsFrom) }}
 {{- fail "inferencePool.enabled with apiKeys.existingSecret: the picker, which has no key, reads the operations port; name it in networkPolicy.metricsFrom" }}
