@@ -28,7 +28,7 @@ class ServerRefused(PeerFailed):
 def prepared(
     prompt: str | list[int], max_tokens: int, *, at: float = 0.0, asks_ledger: bool = False, **fields: Any
 ) -> PreparedRequest:
-    """A stream of exactly so many tokens, due `at` seconds after the start, greedy unless `fields` say otherwise."""
+    """A stream of exactly `max_tokens`, due `at` seconds after the start, greedy unless `fields` say otherwise."""
     body: dict[str, object] = {
         "prompt": prompt,
         "max_tokens": max_tokens,

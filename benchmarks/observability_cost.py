@@ -377,7 +377,7 @@ async def compare_sides(server: Observed, run_load: Load, num_rounds: int) -> No
     """Print what observing costs: in the telemetry process (on), and in the front end (here)."""
     figures: dict[str, list[dict[str, float]]] = {name: [] for name in server.sides}
     for turn in range(num_rounds):
-        for name in list(server.sides)[:: 1 if turn % 2 else -1]:  # there and back: a drift favours nobody
+        for name in list(server.sides)[:: 1 if turn % 2 else -1]:  # there and back: a drift favours none
             server.observe(server.sides[name])
             figures[name].append(await run_load())
     for name in ("on", "here"):
@@ -427,8 +427,10 @@ async def measure_scrapes(place: str, port: int, num_runs: int = 5, times: int =
         durations_ms.append(float(await scraper.stdout.readline()))
         cpus_ms.append((time.process_time() - cpu_s) * 1e3 / (times - 1))
         await scraper.wait()
-    told = f"median {statistics.median(cpus_ms):.3f}, {min(cpus_ms):.3f} to {max(cpus_ms):.3f} ms"
-    print(f"/metrics on {place}: {told} of the front end's processor; {statistics.median(durations_ms):.1f} ms in all")
+    spread = f"median {statistics.median(cpus_ms):.3f}, {min(cpus_ms):.3f} to {max(cpus_ms):.3f} ms"
+    print(
+        f"/metrics on {place}: {spread} of the front end's processor; {statistics.median(durations_ms):.1f} ms in all"
+    )
 
 
 async def start_scraper(times: int, port: int, *paths: str) -> "asyncio.subprocess.Process":

@@ -256,7 +256,7 @@ def one_stream_and_eight(results: Results) -> Iterator[Requirement]:
 
 
 def products(results: Results) -> Iterator[Requirement]:
-    """Of integer products of many rows; int4 is told for comparison, with the bound of int8."""
+    """Of integer products of many rows; int4 stands for comparison, with the bound of int8."""
     for form in ("int8", "int4"):
         found = results.get("linears", {}).get(f"{form}, 512 rows", {}).get("share of peak")
         share = scaled(Spread(**found), 100) if found else None

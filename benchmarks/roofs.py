@@ -87,7 +87,7 @@ def median_s(call: Callable[[], object], budget_s: float, wait: Callable[[], Non
 
 
 def read_patterns(num_bytes: int) -> dict[str, Callable[[], object]]:
-    """Ways to read one array of so many bytes once."""
+    """Ways to read one array of a number of bytes once."""
     import torch
 
     array = torch.rand(num_bytes // 4 // 16384 * 16384)

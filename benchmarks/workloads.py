@@ -1,4 +1,4 @@
-"""The workloads that are served: lists of requests, with texts of exactly so many tokens.
+"""The workloads that are served: lists of requests, with texts of an exact number of tokens.
 
 | name | requests | apart | prompt tokens | new tokens |
 |---|---|---|---|---|

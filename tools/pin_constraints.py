@@ -65,8 +65,8 @@ def without_wheel(name: str, version: str) -> bool:
         return False
     command = [sys.executable, "-m", "pip", "index", "versions", name, "--only-binary=:all:", *IMAGE_PYTHON]
     command += [f"--platform={platform}" for platform in ARM64]
-    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout  # noqa: S603
-    return version not in told.partition("Available versions: ")[2].partition("\n")[0].split(", ")
+    printed = subprocess.run(command, capture_output=True, text=True, check=False).stdout  # noqa: S603
+    return version not in printed.partition("Available versions: ")[2].partition("\n")[0].split(", ")
 
 
 def main() -> int:

@@ -4,15 +4,15 @@
         [--forms float32,float32/int8,bfloat16,bfloat16/int8]
 
 Random numbers. A form is the type of queries and cache, or of queries and of the cache behind a slash. A prompt is one
-layer's, computed in chunks of 512 tokens as the scheduler cuts it. A decoding step has so many rows, each behind so
-many tokens, in so many layers that no cache of the processor holds their keys and values. Forms take turns with the
-roof of their products on as many threads (peak.cpp), and with the layer's linears on one chunk. Printed is the median
-of the rounds, and the least and the most: of prompts the milliseconds of a layer's attention, 10^9 operations a second
-(a multiply-add is two, and only keys that a token sees count), the share of the roof within a round, and attention's
-share of attention and linears together, for each form of the linears; of decoding the microseconds of a layer, and the
-GB/s of keys, values and scales. `--before` is the file of another build of the same level (`roseinfer kernels list`
-names it): it takes its turn with each prompt, and the ratio of the times is printed too. With one thread the clock is
-the processor's time of this process, so that others on it count for less.
+layer's, computed in chunks of 512 tokens as the scheduler cuts it. A decoding step has rows, tokens before them and
+layers enough that no cache of the processor holds their keys and values. Forms take turns with the roof of their
+products on as many threads (peak.cpp), and with the layer's linears on one chunk. Printed is the median of the rounds,
+and the least and the most: of prompts the milliseconds of a layer's attention, 10^9 operations a second (a multiply-add
+is two, and only keys that a token sees count), the share of the roof within a round, and attention's share of attention
+and linears together, for each form of the linears; of decoding the microseconds of a layer, and the GB/s of keys,
+values and scales. `--before` is the file of another build of the same level (`roseinfer kernels list` names it): it
+takes its turn with each prompt, and the ratio of the times is printed too. With one thread the clock is the processor's
+time of this process, so that others on it count for less.
 """
 
 import dataclasses
@@ -80,17 +80,17 @@ def main() -> int:
             tops = [2 * PEAK_PRODUCTS[roof] * args.threads / time for time in times[f"peak {roof}"]]
             rates = [2 * products / time for time in times[name]]
             row = {
-                "ms": told([time * 1e3 for time in times[name]]),
-                "gop_s": told([rate / 1e9 for rate in rates]),
-                "share of peak": told([rate / top for rate, top in zip(rates, tops, strict=True)]),
+                "ms": spread([time * 1e3 for time in times[name]]),
+                "gop_s": spread([rate / 1e9 for rate in rates]),
+                "share of peak": spread([rate / top for rate, top in zip(rates, tops, strict=True)]),
             }
             if before:
                 former_times = times[f"former {name}"]
-                row["before, ms"] = told([time * 1e3 for time in former_times])
-                row["times as fast"] = told([then / now for then, now in zip(former_times, times[name], strict=True)])
+                row["before, ms"] = spread([time * 1e3 for time in former_times])
+                row["times as fast"] = spread([then / now for then, now in zip(former_times, times[name], strict=True)])
             for other in linears:
                 both = zip(times[name], times[other], strict=True)
-                row[f"beside {other}"] = told([mine / (mine + all_of * length / CHUNK) for mine, all_of in both])
+                row[f"beside {other}"] = spread([mine / (mine + all_of * length / CHUNK) for mine, all_of in both])
             results[f"{name}, {length} tokens"] = row
             print(f"  {name:<15}" + ", ".join(f"{what} {value}" for what, value in row.items()), flush=True)
         for num_rows in map(int, filter(None, args.decode.split(","))):
@@ -101,7 +101,7 @@ def main() -> int:
     return 0
 
 
-def told(values: list[float]) -> str:
+def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 
 
@@ -123,11 +123,11 @@ def _decode(
     for name, step in steps.items():
         layers = [time / step.num_layers for time in times[name]]
         row = {
-            "us": told([time * 1e6 for time in layers]),
-            "gb_s": told([step.layer_bytes / time / 1e9 for time in layers]),
+            "us": spread([time * 1e6 for time in layers]),
+            "gb_s": spread([step.layer_bytes / time / 1e9 for time in layers]),
         }
         if former_times := times.get(f"former {name}"):
-            row["times as fast"] = told([then / now for then, now in zip(former_times, times[name], strict=True)])
+            row["times as fast"] = spread([then / now for then, now in zip(former_times, times[name], strict=True)])
         results[f"{name}, {step.title}"] = row
         print(f"  {name:<15} {step.title}: " + ", ".join(f"{what} {value}" for what, value in row.items()), flush=True)
     return results

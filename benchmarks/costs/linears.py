@@ -3,7 +3,7 @@
     python -m benchmarks.costs.linears [--quick] [--layers 8] [--rounds 15] [--rows 1,8,64,512] [--threads 1]
         [--forms int8]
 
-Random weights; so many layers that no cache holds them, without the head. The forms compute the same steps in turn, and
+Random weights; more layers than a cache holds, without the head. The forms compute the same steps in turn, and
 in each round the roofs are measured too: one array is read once, and registers are multiplied by the instructions that
 the form has at this level (peak.cpp), on as many threads. Printed is the median of the rounds, and the least and the
 most: milliseconds, GB/s of weights and scales, 10^9 operations a second, a multiply-add being two, and the median share

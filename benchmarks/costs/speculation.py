@@ -56,7 +56,7 @@ class Text(NamedTuple):
 
 
 class Load(NamedTuple):
-    """So many streams at once, with prompts and answers of so many tokens; a form is as long as it is."""
+    """The number of streams at once, and of tokens of their prompts and answers; a form is as long as it is."""
 
     kind: str
     num_streams: int
@@ -176,7 +176,7 @@ def generate(bench: Bench, load: Load, texts: list[Text], speculation: Literal["
 
 
 def decoded(engine: Engine, num_tokens: int) -> Figures:
-    """Run the engine to its end, by which it has said so many tokens."""
+    """Run the engine to its end, by which it has said that number of tokens."""
     began_ns, ended_ns, said, counts = 0, 0, 0, np.zeros(3, np.int64)
     while engine.has_work:
         record = engine.step().record

@@ -76,7 +76,7 @@ class LayerKernels:
         return run
 
     def prompts(self, counts: Sequence[int]) -> Callable[[], None]:
-        """Attention of rows with so many new tokens each, from the beginning of their contexts."""
+        """Attention of rows with a number of new tokens each, from the beginning of their contexts."""
         rows = self._rows(counts, 0)
         q, k, v, out = self._merged(sum(counts))
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.performance_model [--shape "GPT-2 small"] [--batch 64] [--context 512] [--prompt N]
 
-It prints the nodes of one step: `batch` rows that decode, or with `--prompt` one prompt of so many tokens. This is a
+It prints the nodes of one step: `batch` rows that decode, or with `--prompt` one prompt of that many tokens. This is a
 model and no measurement. A node takes the longer of bytes / bandwidth and operations / peak, and NODE_S to begin; one
 follows the other. Weights, activations and keys are in bfloat16, the residual stream in float32, each read or written
 once for each node, as if no cache held any of it. Operations are those of products, a multiply-add being two; vectors

@@ -5,8 +5,8 @@
 
 Requests go through `LLM` (engine, link and detokeniser), which is what a served rate is compared with. Their stamps are
 the engine's: one for each token, when it was known on the host. `drive` submits on a schedule; `drive_offline` hands
-all prompts over as one batch. With `--steps` the engine runs in this process: `prepare` brings so many sequences to a
-context, `run` makes so many decode steps and returns the seconds of each, `release` lets the sequences go.
+all prompts over as one batch. With `--steps` the engine runs in this process: `prepare` brings sequences to a
+context, `run` makes decode steps and returns the seconds of each, `release` lets the sequences go.
 """
 
 import argparse
@@ -102,7 +102,7 @@ class EngineSteps:
             assert self._engine.has_work, "the first sequences ended before the last decoded"
 
     def run(self, num_steps: int) -> Measured:
-        """Make so many decode steps, one token for each sequence in each."""
+        """Make a number of decode steps, one token for each sequence in each."""
         durations: Measured = {"step": [], "schedule": [], "launch": [], "wait": [], "commit": []}
         for _ in range(num_steps):
             began = time.perf_counter()

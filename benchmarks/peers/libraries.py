@@ -29,7 +29,7 @@ Emit = Callable[[int], None]
 """Called with a sequence's index in the batch when it got a token."""
 
 RunBatch = Callable[[list[list[int]], int, Emit], None]
-"""Continues each prompt by so many tokens, greedily, EOS or not."""
+"""Continues each prompt by a number of tokens, greedily, EOS or not."""
 
 
 def command_of(
@@ -140,7 +140,7 @@ class Transformers:
         self._tokens = torch.zeros((batch, 1), dtype=torch.int64, device=self._device)
 
     def run(self, num_steps: int) -> dict[str, list[float]]:
-        """Make so many decode steps, one token for each sequence in each."""
+        """Make a number of decode steps, one token for each sequence in each."""
         durations: list[float] = []
         for _ in range(num_steps):
             began = time.perf_counter()

@@ -104,7 +104,7 @@ def hog_beside(pid: int) -> Iterator[None]:
 
 
 def generate(server: Server, num_streams: int) -> None:
-    """So many streams at once, to their ends."""
+    """A number of streams at once, to their ends."""
     requests = [prepared(f"Stream {index}", MAX_TOKENS, temperature=1) for index in range(num_streams)]
     LoadClient(Endpoint(server.url), timeout_s=120).run(requests)
 

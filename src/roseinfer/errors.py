@@ -195,8 +195,8 @@ class CapacityError(RoseinferError):
 
 
 class Overloaded(CapacityError):
-    """`server.max_inflight` HTTP requests are served already, each counted once whatever its prompts and `n`; or so
-    many tokens, seconds of waiting or bytes of bodies.
+    """`server.max_inflight` HTTP requests are served already, each counted once whatever its prompts and `n`; or
+    the limit of tokens, of seconds of waiting, or of bytes of bodies is reached.
     """
 
     status = 429

@@ -103,7 +103,7 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
 
 
 def _pipeline_depth(config: Config, info: EngineInfo) -> int:
-    """The pipeline depth; a depth that was asked for and cannot be is told in the log."""
+    """The pipeline depth; a depth that was asked for and cannot be is named in the log."""
     depth = config.runner.pipeline_depth_on(info.device)
     if config.runner.pipeline_depth not in {"auto", depth}:
         _log.warning("runner.pipeline_depth is 0 on a CPU, where there is nothing to overlap")

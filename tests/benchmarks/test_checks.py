@@ -38,7 +38,7 @@ def test_what_has_run_when_the_time_is_over_is_kept(tmp_path: Path) -> None:
     assert (found["num_passed"], found["note"]) == (1, "did not end well; see x.log")
 
 
-def test_a_sanitizer_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_sanitizer_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(checks, "sanitizer", lambda: None)
     file = tmp_path / "sanitizer.json"
     monkeypatch.setattr(sys, "argv", ["checks", "--sanitizer", "--out", str(file)])

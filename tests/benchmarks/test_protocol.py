@@ -50,7 +50,7 @@ def test_calls_are_answered_whatever_a_library_prints(worker: Worker) -> None:
     assert worker.call("add", a="a", b="b") == "ab"
 
 
-def test_an_error_is_told_and_the_worker_goes_on(worker: Worker) -> None:
+def test_the_worker_reports_an_error_and_goes_on(worker: Worker) -> None:
     with pytest.raises(PeerFailed, match="ZeroDivisionError"):
         worker.call("divide", a=1, b=0)
     assert worker.call("divide", a=1, b=2) == 0.5

@@ -177,7 +177,7 @@ def test_nothing_measured_is_all_rows_without_a_figure() -> None:
     assert {row.is_reached for row in rows} == {None}
 
 
-def test_the_first_run_of_each_process_is_told_apart() -> None:
+def test_the_first_run_of_each_process_counts_apart() -> None:
     results = {"streams": streams([{"tokens/s": 1.0}, {"tokens/s": 5.0}, {"tokens/s": 7.0}], [{"tokens/s": 3.0}])}
     rate = (results, r.SEEDS_WORKLOAD, r.BASE_SETTING, "tokens/s")
     first, later = (r.stream_figure(*rate, is_first=is_first) for is_first in (True, False))

@@ -178,7 +178,7 @@ def test_both_autoscalers_act_as_the_replayed_one(example: ExampleOf) -> None:
     assert float(demand["metadata"]["threshold"]) == scaling.DEMAND_THRESHOLD
 
 
-def test_the_picker_is_told_series_that_exist(example: ExampleOf) -> None:
+def test_the_picker_reads_series_that_exist(example: ExampleOf) -> None:
     release = example("inference-pool")
     picker = yaml.safe_load(release.one("ConfigMap", "-picker")["data"]["picker.yaml"])
     (extractor,) = [plugin for plugin in picker["plugins"] if plugin["type"] == "core-metrics-extractor"]

@@ -31,7 +31,7 @@ def topic(release: Rendered) -> str:
     return found
 
 
-def test_by_default_nothing_is_told(example: ExampleOf) -> None:
+def test_by_default_nothing_is_published(example: ExampleOf) -> None:
     release = example("inference-pool")
     assert configured(release).kv_events.endpoint is None
     assert "--kv-events.topic" not in release.server["command"]
@@ -70,7 +70,7 @@ def test_the_events_are_for_those_who_are_named(example: ExampleOf) -> None:
     assert not admits(example("kv-events"), PICKER, "ops")
 
 
-def test_tokens_are_told_by_the_releases_service_or_another(helm: HelmProcess, example: ExampleOf) -> None:
+def test_the_token_producer_asks_the_releases_service_or_another(helm: HelmProcess, example: ExampleOf) -> None:
     release = example("kv-events")
     (service,) = [each for each in release.of("Service") if each["metadata"]["name"] == "demo-roseinfer"]
     host, port = f"{service['metadata']['name']}.serving", service["spec"]["ports"][0]["port"]

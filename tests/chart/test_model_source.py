@@ -45,7 +45,7 @@ def with_source(source: str, **more: Any) -> Object:
         ("/opt/models/qwen3", "/opt/models/qwen3", None, "qwen3"),
     ],
 )
-def test_the_program_is_told_where_it_is(
+def test_the_environment_tells_the_program_where_it_is(
     helm: HelmProcess, source: str, path: str, revision: str | None, name: str
 ) -> None:
     release = helm.render(with_source(source))

@@ -53,7 +53,7 @@ def test_objectives_are_those_of_the_values(spec: Object) -> None:
     assert "(1 - 0.9995)" in burns["Availability"]
 
 
-def test_a_long_start_and_a_long_drain_are_told_before_kubernetes_ends_them(helm: HelmProcess) -> None:
+def test_alerts_come_before_kubernetes_ends_a_long_start_or_drain(helm: HelmProcess) -> None:
     lifecycle = {"drainTimeoutSeconds": 90}
     values = {"prometheusRule": {"enabled": True}, "probes": {"startup": {"periodSeconds": 2}}, "lifecycle": lifecycle}
     release = helm.render(values)

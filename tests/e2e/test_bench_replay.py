@@ -53,7 +53,9 @@ def test_a_recording_is_asked_again(server: Server, capsys: pytest.CaptureFixtur
     assert 6 + 7 + 8 + 5 <= grew("roseinfer_generation_tokens_total") < 6 + 7 + 8 + 900
 
 
-def test_what_is_no_recording_is_told(server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_file_that_is_no_recording_is_named(
+    server: Server, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "a.npz").write_text("hello")
     assert cli.main(["bench", "replay", str(tmp_path / "a.npz"), "--url", server.url]) == cli.EXIT_USAGE
     assert "is no recording of roseinfer" in capsys.readouterr().err

@@ -91,7 +91,7 @@ def test_a_starved_generator_does_not_believe_itself(
     assert not [line for line in lines if line.startswith(("TTFT", "TPOT", "ITL", "Throughput"))]
 
 
-def test_a_burst_that_the_server_refuses_in_part_is_told(
+def test_a_burst_that_the_server_refuses_in_part_is_reported(
     start_server: StartServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, lines = bench(start_server("--server.max-inflight", "2"), "--num-requests 6 --max-tokens 900", capsys)
@@ -196,7 +196,7 @@ def test_a_sweep_has_a_row_for_each_rate_and_a_knee(
         ),
     ],
 )
-def test_bad_input_is_told_in_one_sentence(
+def test_bad_input_gets_one_sentence(
     server: Server, command: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", "serve", "--url", server.url, *shlex.split(command)]) == cli.EXIT_USAGE

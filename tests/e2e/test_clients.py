@@ -141,7 +141,7 @@ def test_python_comes_back_after_429_and_leaves_a_stream(server: Server) -> None
     assert served.status_code == 200
 
 
-def test_python_is_told_who_it_is_not(server: Server) -> None:
+def test_a_wrong_key_is_a_typed_error_in_python(server: Server) -> None:
     with (
         OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as sdk,
         pytest.raises(openai.AuthenticationError) as caught,

@@ -87,7 +87,7 @@ def test_llama_with_a_template_from_a_file(llama: Path, tmp_path: Path, start_se
     assert len(texts) == 1, "the checkpoint asks for temperature 0"
 
 
-def test_what_is_broken_is_told_in_one_line(llama: Path, tmp_path: Path) -> None:
+def test_a_broken_file_gets_one_line(llama: Path, tmp_path: Path) -> None:
     serve = ("serve", "--model", str(llama), "--port", "0", "--ops-port", "0")
     assert_one_line(run(*serve, "--chat-template", str(tmp_path / "none")), "server.chat_template", "none")
     config = json.loads((llama / "config.json").read_text())

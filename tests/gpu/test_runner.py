@@ -168,7 +168,7 @@ def test_pageable_staging_gives_the_same_tokens(load: LoadRunner) -> None:
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 
-def test_captures_are_told_and_so_is_their_memory(load: LoadRunner) -> None:
+def test_the_log_names_captures_and_their_memory(load: LoadRunner) -> None:
     told: list[tuple[LifecycleState, str, str]] = []
     info = load(told=told).info
     phrases = [phrase for _, stage, phrase in told if stage == "cuda_graphs"]

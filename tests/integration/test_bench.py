@@ -76,7 +76,7 @@ def test_one_token_each_has_no_tpot_and_no_itl(capsys: pytest.CaptureFixture[str
     assert value(lines, "Completion tokens (total)") == "3"
 
 
-def test_repeats_are_labelled_and_their_spread_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_repeats_are_labelled_and_their_spread_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     lines = report_of(
         capsys,
@@ -126,7 +126,7 @@ def test_tokenize_workers_move_tokenising_off_the_submission(capsys: pytest.Capt
     assert "Tokenize" in names(lines)
 
 
-def test_a_cache_that_may_be_too_small_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_names_a_cache_that_may_be_too_small(capsys: pytest.CaptureFixture[str]) -> None:
     command = "bench streaming --num-requests 8 --max-new-tokens 40 --warmup-runs 0 --no-stop-on-eos"
     assert main([*shlex.split(command), "--cache.num-blocks", "20"]) == 0
     out, err = capsys.readouterr()

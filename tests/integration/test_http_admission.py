@@ -124,7 +124,7 @@ def crowd(engine: ScriptedEngine) -> None:
         engine.queue_estimate.add_request(sequence(f"before-{i}"))
 
 
-async def test_where_priorities_count_who_is_to_come_back_is_told_its_own_wait() -> None:
+async def test_a_refused_request_hears_the_wait_of_its_own_priority() -> None:
     engine = engine_of_one_place(priority_wait_s=1.0)
     crowd(engine)
     async with serving(engine, max_queue_wait_s=1000, max_inflight_tokens=20) as server:

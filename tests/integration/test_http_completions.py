@@ -358,7 +358,7 @@ async def test_text_that_might_become_a_stop_string_is_held_back_until_it_cannot
     assert whole.json["usage"]["completion_tokens"] == 7, "delivered up to and including the one that completed it"
 
 
-async def test_what_was_held_back_is_told_when_the_end_comes_first() -> None:
+async def test_the_end_brings_what_was_held_back() -> None:
     async with serving(ScriptedEngine(says("aEN"))) as server:
         streamed = await server.complete(stop="END", stream=True)
     assert text_of(streamed.events) == "aEN"

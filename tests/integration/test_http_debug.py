@@ -112,7 +112,7 @@ def assert_nested(track: tuple[int, int], spans: list[tuple[float, float]]) -> N
         open_ends.append(end)
 
 
-async def test_the_page_is_told_everything_and_then_what_is_new() -> None:
+async def test_the_page_gets_everything_and_then_what_is_new() -> None:
     flight = make_flight()
     async with operations(flight) as port:
         first = (await port.ask("/debug/timeline/data?limit=8192")).json

@@ -156,7 +156,7 @@ async def test_a_request_is_ended_by_its_id(by: str) -> None:
     assert engine.closed[0].finish_reason is FinishReason.ABORT
 
 
-async def test_a_request_that_waits_is_told_that_it_was_ended() -> None:
+async def test_a_waiting_request_hears_that_it_was_ended() -> None:
     engine = ScriptedEngine()
     async with serving(engine) as server:
         waiting = asyncio.create_task(server.complete({"x-request-id": "mine"}))

@@ -69,7 +69,7 @@ async def test_where_a_text_only_spells_it_the_text_is_taken(body: dict[str, Any
         assert (await server.complete(**body)).status == 200
 
 
-async def test_arguments_of_a_call_that_spell_it_are_told_to_the_template_as_they_stand() -> None:
+async def test_the_template_gets_arguments_that_spell_it_as_they_stand() -> None:
     async with serving(ScriptedEngine(says("a"))) as server:
         assert (await server.chat(messages=[*called(arguments=SPELLED), USER])).status == 200
 

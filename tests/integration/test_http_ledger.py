@@ -167,7 +167,7 @@ async def test_a_header_that_means_nothing_is_refused(value: str) -> None:
 
 
 @pytest.mark.parametrize("headers", [{}, {"x-roseinfer-ledger": "0"}])
-async def test_nobody_is_told_who_did_not_ask(headers: dict[str, str]) -> None:
+async def test_only_those_who_ask_get_a_ledger(headers: dict[str, str]) -> None:
     async with live(build) as server:
         replies = [await ask(server, headers=headers, stream=stream) for stream in (False, True)]
     assert all(not reply.ledgers and "Server-Timing" not in reply.headers for reply in replies)

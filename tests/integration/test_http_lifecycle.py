@@ -227,7 +227,7 @@ async def test_a_second_signal_does_not_wait_for_the_limit(
     assert ("WARNING", "second signal: 1 request was cut") in told(caplog)
 
 
-async def test_a_queued_request_is_told_with_a_status_when_time_is_up(tmp_path: Path) -> None:
+async def test_a_queued_request_gets_a_status_when_time_is_up(tmp_path: Path) -> None:
     async with running(tmp_path, drain_timeout_s=0.2) as server:
         opening = asyncio.create_task(server.open())
         await server.engine.received()

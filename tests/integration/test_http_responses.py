@@ -366,7 +366,7 @@ IDLE = {
 }
 
 
-async def test_what_clients_send_is_accepted_and_told_again() -> None:
+async def test_what_clients_send_is_accepted_and_repeated() -> None:
     answer, _ = await ask("x", instructions="I", temperature=0.5, top_p=0.25, **IDLE)
     told = {name: answer.json[name] for name in ("instructions", "temperature", "top_p", "metadata", "user", "store")}
     assert told == {
@@ -383,7 +383,7 @@ ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function
 
 
 @pytest.mark.parametrize("choice", ["none", {"type": "function", "name": "f"}, ALLOWED], ids=str)
-async def test_a_choice_of_tools_is_told_again_as_it_was_sent(choice: Any) -> None:
+async def test_the_answer_repeats_the_choice_of_tools_as_it_was_sent(choice: Any) -> None:
     answer, _ = await ask(CALL, tools=[TOOL], tool_choice=choice)
     assert answer.json["tool_choice"] == choice
 

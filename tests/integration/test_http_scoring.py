@@ -180,7 +180,7 @@ async def test_a_stop_token_can_stay() -> None:
     assert (choice["text"], choice["logprobs"]["tokens"]) == ("ab.", ["a", "b", "."])
 
 
-async def test_the_best_are_told_best_first() -> None:
+async def test_the_best_choices_come_first() -> None:
     """The mean decides, not the sum: the likeliest by the token is the longest here."""
     told = {0: [-1.0], 1: [-0.5, -0.5, -0.2], 2: [-3.0], 3: [-0.9, -0.9]}
 

@@ -173,7 +173,9 @@ async def test_a_format_of_any_object_is_named_by_what_asks_for_it() -> None:
         ({"name": "f", "input_schema": {"type": "object"}}, "tools[0].type", "/v1/messages"),
     ],
 )
-async def test_a_tool_in_the_form_of_another_api_is_told_so(tool: dict[str, Any], param: str, path: str) -> None:
+async def test_a_tool_in_the_form_of_another_api_gets_a_sentence_that_says_so(
+    tool: dict[str, Any], param: str, path: str
+) -> None:
     answer = await ask(ScriptedEngine(says("x")), tools=[tool])
     assert (answer.status, answer.error["param"]) == (400, param)
     assert f"the tool has the form of {path}" in answer.error["message"]
@@ -204,14 +206,14 @@ async def test_tools_that_do_not_fit_are_named_beside_the_messages(
     assert "of `messages` with `tools` " in answer.error["message"]
 
 
-async def test_tools_that_are_not_told_to_the_template_are_not_to_blame() -> None:
+async def test_tools_that_the_template_does_not_get_are_not_to_blame() -> None:
     messages = [{"role": "user", "content": "x" * 1000}]
     answer = await ask(ScriptedEngine(says("x")), tools=[TOOL], tool_choice="none", messages=messages)
     assert answer.error["code"] == "context_length_exceeded"
     assert "tools" not in answer.error["message"]
 
 
-async def test_the_template_is_told_of_tools_calls_and_results() -> None:
+async def test_the_template_gets_tools_calls_and_results() -> None:
     engine = ScriptedEngine(says("x"))
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [

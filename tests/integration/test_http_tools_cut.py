@@ -24,7 +24,7 @@ async def test_a_call_that_was_cut_short_says_so() -> None:
     ("stop", "arguments", "reason"),
     [("}", '{"a": 1', "stop"), ("1}", '{"a": ', "stop"), ("}\n", '{"a": 1}', "tool_calls")],
 )
-async def test_a_call_that_a_stop_string_cut_is_not_told_as_whole(
+async def test_a_call_that_a_stop_string_cut_is_not_sent_as_whole(
     choice: object, stop: str, arguments: str, reason: str
 ) -> None:
     """Clients decode the arguments where the reason is `tool_calls`."""

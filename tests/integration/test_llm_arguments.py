@@ -99,7 +99,7 @@ def test_a_text_to_encode_is_one(llm: LLM) -> None:
     assert refused(lambda: llm.encode("a", add_special_tokens=wrong_flag)).param == "add_special_tokens"
 
 
-def test_an_id_of_no_request_is_told_when_it_is_given(llm: LLM) -> None:
+def test_an_unknown_request_id_is_refused(llm: LLM) -> None:
     no_ids: list[Any] = [5, None, []]
     for call in (llm.stream, llm.stream_tokens, llm.result, llm.timeline):
         with pytest.raises(UnknownRequest, match="'nobody'"):

@@ -55,7 +55,7 @@ def test_close_ends_streams_joins_threads_and_may_be_called_twice(engines: list[
     llm.close()
 
 
-def test_who_comes_after_close_is_told(engines: list[AsyncEngine]) -> None:
+def test_calls_after_close_are_refused(engines: list[AsyncEngine]) -> None:
     llm = LLM()
     llm.close()
     for call in (
@@ -96,7 +96,7 @@ def test_close_aborts_what_is_being_tokenised(engines: list[AsyncEngine], monkey
     assert (list(llm.stream(request_id)), timeline.finish_reason) == ([], FinishReason.ABORT)
 
 
-def test_what_comes_while_it_closes_is_told(engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_while_it_closes_are_refused(engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(tokenize_workers=1, max_inflight=1)
     close, told = llm.tokenizer.close, list[str]()
 
@@ -135,7 +135,7 @@ def test_a_dead_engine_ends_every_stream_with_an_error(llm: LLM, engines: list[A
         llm.result(llm.submit("Hello", greedy(1)))
 
 
-def test_what_nobody_foresaw_is_told_to_whom_it_happened_alone(
+def test_an_unforeseen_error_reaches_its_own_request_alone(
     engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_output = Choice.add_output
@@ -184,7 +184,7 @@ def test_what_nobody_foresaw_is_logged_where_all_have_ended(
     assert "a mistake of ours" in caplog.text
 
 
-def test_what_nobody_foresaw_before_the_engine_heard_of_it_is_told(
+def test_an_unforeseen_error_before_the_engine_reaches_its_request(
     engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(tokenize_workers=1) as llm:

@@ -38,7 +38,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[AsyncEngine
     ],
     ids=["encode", "submit", "generate"],
 )
-def test_who_waits_for_the_tokenizer_is_told(
+def test_a_request_that_waits_for_the_tokenizer_hears_of_the_end(
     ask: Callable[[LLM], object], engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(max_inflight=1)
@@ -58,7 +58,7 @@ def test_who_waits_for_the_tokenizer_is_told(
         asked.result(10)
 
 
-def test_who_waits_for_the_check_of_a_grammar_is_told(
+def test_a_request_that_waits_for_its_grammar_hears_of_the_end(
     engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, is_asked = LLM(), threading.Event()

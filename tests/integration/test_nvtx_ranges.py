@@ -49,7 +49,7 @@ def run(request: pytest.FixtureRequest, runs: list[Run]) -> Run:
     return runs[depth]
 
 
-def test_each_step_that_was_told_is_a_range_with_its_id(run: Run) -> None:
+def test_each_recorded_step_is_a_range_with_its_id(run: Run) -> None:
     tape, steps = run
     assert [found.step_id for found in tape.ranges if found.name == "step"] == [step["id"] for step in steps]
     assert {found.name for found in tape.ranges} == {"step", "gc"}

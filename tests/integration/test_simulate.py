@@ -129,7 +129,7 @@ def test_a_recording_is_replayed_with_its_own_costs_and_limits(
         ("replay", "the following arguments are required: RECORDING"),
     ],
 )
-def test_bad_input_is_told_in_one_sentence(
+def test_bad_input_gets_one_sentence(
     command: str, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -191,7 +191,7 @@ def test_no_schedule_changes_a_token(
         assert sum(step.record.num_preemptions for step in transcript.steps) > 0
 
 
-def test_a_text_that_max_tokens_cuts_is_told_as_such_and_is_a_beginning(loaded: Loaded) -> None:
+def test_a_text_that_max_tokens_cuts_says_so_and_is_a_beginning(loaded: Loaded) -> None:
     grammar = Grammar("json_schema", json.dumps({"type": "array", "items": SHORT, "minItems": 40}))
     params = SamplingParams(max_tokens=30, seed=3, grammar=grammar)
     transcript = run(loaded.engine(), [Request(request_id="long", prompt_token_ids=[5, 6, 7], params=params)])

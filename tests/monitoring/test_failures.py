@@ -63,7 +63,9 @@ def replay(directory: Path, name: str, interval: int, evaluation: int, expected:
 
 
 @pytest.mark.parametrize(("interval", "evaluation"), INTERVALS)
-def test_a_hang_is_told_before_its_server_is_gone_for_long(interval: int, evaluation: int, tmp_path: Path) -> None:
+def test_an_alert_fires_before_a_hanging_server_is_gone_for_long(
+    interval: int, evaluation: int, tmp_path: Path
+) -> None:
     struck, late = STRUCK_S, 36 + interval + evaluation  # the end of the server, and what a scrape and a rule may take
     expected = {
         (STALLED, struck): False,
@@ -77,7 +79,7 @@ def test_a_hang_is_told_before_its_server_is_gone_for_long(interval: int, evalua
 
 
 @pytest.mark.parametrize(("interval", "evaluation"), INTERVALS)
-def test_a_death_is_no_stall_and_is_told(interval: int, evaluation: int, tmp_path: Path) -> None:
+def test_a_death_is_no_stall_and_is_logged(interval: int, evaluation: int, tmp_path: Path) -> None:
     struck, end = STRUCK_S, RECORDS["death"].num_seconds
     expected = {
         (VANISHED, struck): False,
@@ -90,7 +92,9 @@ def test_a_death_is_no_stall_and_is_told(interval: int, evaluation: int, tmp_pat
 
 
 @pytest.mark.parametrize(("interval", "evaluation"), INTERVALS)
-def test_an_engine_that_is_started_again_in_its_process_is_told(interval: int, evaluation: int, tmp_path: Path) -> None:
+def test_an_alert_names_an_engine_that_is_started_again_in_its_process(
+    interval: int, evaluation: int, tmp_path: Path
+) -> None:
     struck, late = STRUCK_S, 15 + interval + evaluation
     expected = {(RESTARTED, struck - 1): False, (RESTARTED, struck + late): True, (VANISHED, struck + late): False}
     replay(tmp_path, "death, restart", interval, evaluation, expected)

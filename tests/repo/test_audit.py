@@ -79,7 +79,7 @@ WEAK = {"name": "jinja2", "version": "2.0", "vulns": [{"id": "PYSEC-1", "fix_ver
 
 
 @pytest.mark.parametrize("unanswered", ["", "no JSON", "[]", "null", answer(), answer(UNKNOWN)])
-def test_an_index_without_advisories_is_told_apart_from_a_clean_bill(unanswered: str) -> None:
+def test_an_index_without_advisories_is_no_clean_bill(unanswered: str) -> None:
     assert audit.read_advisories(unanswered) == (0, audit.NO_ADVISORIES)
 
 

@@ -278,7 +278,7 @@ def add_load(parser: Parser, *, is_sent: bool = True) -> argparse._MutuallyExclu
     _add(arrivals, "--scenario", Path, "FILE", "users and phases as Locust has them; see loadtest/README.md")
     num_requests = f"default: {DEFAULT_NUM_REQUESTS}, or as many as --duration holds"
     _add(group, "--num-requests", _POSITIVE, "N", num_requests)
-    _add(group, "--duration", _SECONDS, "S", "send for so many seconds")
+    _add(group, "--duration", _SECONDS, "S", "send for S seconds")
     _add(group, "--prompt-tokens", lengths_of, "N|LOW-HIGH", "of each prompt; default: 16", Lengths(16, 16))
     _add(group, "--max-tokens", lengths_of, "N|LOW-HIGH", "to be generated; default: 128", Lengths(128, 128))
     shared = "of each prompt, from its beginning, that all prompts have in common; default: 0"

@@ -74,7 +74,7 @@ def drop_rejected(
 
 
 class Speculation:
-    """Chooses the drafts of each step. With `fixed` a row drafts so many whenever it can, whether it pays or not."""
+    """Chooses the drafts of each step. With `fixed` a row drafts as many whenever it can, whether it pays or not."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Speculation:
         fixed: int | None = None,
         find: Callable[[Int32Array, int], Int32Array] = find_draft,
     ) -> None:
-        """`find` continues a text by so many tokens at most."""
+        """`find` continues a text by a number of tokens at most."""
         self._table = table
         self._pace = pace
         self._fixed = fixed
@@ -169,7 +169,7 @@ class Speculation:
         return drafts
 
     def _least_likely(self, num_rows: int) -> float:
-        """How likely a drafted token must be in a step of so many rows: as its row is dear, beside a token for each."""
+        """How likely a drafted token must be in a step of `num_rows`: as its row is dear, beside a token for each."""
         return min(max(num_rows * self._pace.row_share(num_rows), _LEAST_LIKELY), 0.99)
 
     def _wanted(self, kind: int, slot: int, least: float) -> int:

@@ -191,7 +191,7 @@ def _add_sample(server: LiveServer, samples: deque[Sample], window_s: float) -> 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yields a function that waits for a key, at most so many seconds; the terminal hands over keys as they come."""
+    """Yields a function that waits seconds for a key; the terminal hands over keys as they come."""
     import termios
     import tty
 

@@ -74,7 +74,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def check_num_threads(configured: int | None, *, splits_sums: bool) -> None:
-    """Raise ConfigError for so many CPU threads that a request's tokens would depend on other requests.
+    """Raise ConfigError for a number of CPU threads with which a request's tokens would depend on other requests.
 
     With 16 threads oneDNN in bfloat16 (`splits_sums`) splits sums by the number of rows (docs/log.md, 2026-11-21).
     """
@@ -148,7 +148,7 @@ class WeightMemory:
 
 
 def _new_block(num_bytes: int) -> torch.Tensor:
-    # Private: pages of shared memory are huge only where the system was told so.
+    # Private: pages of shared memory are huge only where the system is set so.
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)

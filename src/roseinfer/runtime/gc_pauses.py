@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Self
 
-_MAX_PAUSES = 1 << 16  # beyond so many, the oldest that were not taken are dropped
+_MAX_PAUSES = 1 << 16  # beyond it, the oldest that were not taken are dropped
 
 
 class GcPauses:

@@ -13,12 +13,12 @@ from pathlib import Path
 # How much nicer than the engine a front end is: the engine's threads wait for each other many times in a step, and a
 # front end that takes the core of one stops them all.
 FRONT_END_NICENESS = 5
-TELEMETRY_NICENESS = 10  # nobody waits for it
+TELEMETRY_NICENESS = 10  # no request waits for it
 _SESSION_GROUP = Path("/proc/self/autogroup")
 
 
 def be_nicer(increment: int, session_group: Path = _SESSION_GROUP) -> None:
-    """Let the processes that were started before go first, by so many levels of nice(2).
+    """Let the processes that were started before go first, by a number of levels of nice(2).
 
     Linux may weigh sessions against each other, and nice values then count inside one only (autogroup, sched(7)). So a
     process that leads a session makes that nicer too. One that shares its session, say with a shell, leaves it alone.

@@ -99,7 +99,7 @@ class StepCosts:
             self._fit()
 
     def knows(self, size: StepSize) -> bool:
-        """Returns whether steps of so many rows, and others of so many prompt tokens, were in the fit."""
+        """Returns whether steps with as many rows, and others with as many prompt tokens, were in the fit."""
         largest = self._largest
         return size.num_rows <= largest.num_rows and size.num_prompt_tokens <= largest.num_prompt_tokens
 
@@ -112,11 +112,11 @@ class StepCosts:
         return round(constant + per_row * rows + per_prompt_token * prompt_tokens + per_token * tokens)
 
     def row_ns(self, step_ns: float, num_rows: int) -> float:
-        """Returns what one more decode row adds to a step of so many, that takes `step_ns`."""
+        """Returns what one more decode row adds to a step of a number of them that takes `step_ns`."""
         return self._slope_ns(0, step_ns, num_rows)
 
     def prompt_token_ns(self, step_ns: float, num_rows: int) -> float:
-        """Returns what a prompt token adds to a step of so many decode rows and no prompts, that takes `step_ns`."""
+        """Returns what a prompt token adds to a step of decode rows without prompts that takes `step_ns`."""
         return self._slope_ns(1, step_ns, num_rows)
 
     def _slope_ns(self, feature: int, step_ns: float, num_rows: int) -> float:

@@ -75,7 +75,7 @@ class EncodedLogprobs:
 
 
 def check_prompt_logprobs(num_tokens: int, num_logprobs: int) -> None:
-    """Raise InvalidRequest where so many tokens of prompts, counted for each sequence, have too many."""
+    """Raise InvalidRequest where tokens of prompts, counted for each sequence, have too many."""
     total = num_tokens * (num_logprobs + 1)
     if total > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
@@ -95,7 +95,7 @@ def most_kept_tokens(num_sequences: int, num_logprobs: int | None, max_tokens: i
     most = max(1, MAX_KEPT_LOGPROBS // (num_sequences * (num_logprobs + 1)))
     if max_tokens is not None and max_tokens > most:
         raise InvalidRequest(
-            f"`{name}`: an answer that is not streamed holds, with so many log-probabilities, at most {most} tokens of "
+            f"`{name}`: an answer that is not streamed holds, with these log-probabilities, at most {most} tokens of "
             f"each of {num_sequences} sequences, and {max_tokens} are asked for.",
             param=name,
         )

@@ -29,7 +29,7 @@ def seen(num_answered: int) -> Seen:
     return Seen([answered] * num_answered, 0.5)
 
 
-def test_the_capacity_of_each_round_is_told_before_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_round_prints_its_capacity_before_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     """It is what was answered of twice the closed loop's rate."""
     report([{name: seen(num_answered) for name in NAMES} | {CAPACITY_RUNS[0]: seen(9)} for num_answered in (42, 45)])
     lines = capsys.readouterr().out.splitlines()
@@ -40,7 +40,9 @@ def test_the_capacity_of_each_round_is_told_before_the_tables(capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("num_answered", [3, 0])
-def test_runs_without_a_ledger_or_an_answer_are_told_too(num_answered: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_without_a_ledger_or_an_answer_are_reported_too(
+    num_answered: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A ledger is asked for with one request in ten, and all may be refused."""
     overloaded = seen(num_answered)
     overloaded.requests = [msgspec.structs.replace(each, ledger=None) for each in overloaded.requests]

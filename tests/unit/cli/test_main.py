@@ -165,7 +165,7 @@ def test_a_bad_variable_is_named(capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 @pytest.mark.parametrize("arguments", [[], ["nope"], ["bench"], ["bench", "nope"], ["config", "nope"]])
-def test_an_unknown_or_missing_command_is_told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_or_missing_command_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert error_line(capsys, *arguments).startswith("roseinfer: ")
 
 

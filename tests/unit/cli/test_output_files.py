@@ -27,7 +27,7 @@ NOBODY = "http://127.0.0.1:9"
         ("simulate --cost-model none", "--decision-log"),
     ],
 )
-def test_it_is_told_before_anything_is_asked_or_loaded(
+def test_it_is_refused_before_anything_is_asked_or_loaded(
     command: str, flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "no" / "file"
@@ -59,7 +59,7 @@ def test_a_pipe_is_not_opened_twice(tmp_path: Path) -> None:
     check_outputs(json=pipe)
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_anything_is_asked(
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()

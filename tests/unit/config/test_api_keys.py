@@ -40,6 +40,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     assert caught.value.param == "server.api_key_file"
 
 
-def test_a_file_that_is_not_there_is_told_in_words(tmp_path: Path) -> None:
+def test_a_missing_file_is_named_in_words(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r": The API key file .*none cannot be read: No such file or directory\.$"):
         read_keys(tmp_path / "none")

@@ -181,7 +181,7 @@ def test_a_file_that_does_not_fit_is_named(content: str, param: str, part: str, 
 
 
 @pytest.mark.parametrize("content", ["[server]\nport = 1\n", "port = 1\n"])
-def test_a_file_of_another_language_is_told_which_is_wanted(content: str, tmp_path: Path) -> None:
+def test_a_file_of_another_language_hears_which_is_wanted(content: str, tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text(content)
     with pytest.raises(ConfigError, match=r"; a file of options is YAML, not TOML$"):

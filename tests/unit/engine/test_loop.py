@@ -92,7 +92,7 @@ def test_the_record_says_how_long_the_engine_stood_still() -> None:
     assert waits[:3] == [False, True, False]
 
 
-def test_a_step_that_raises_is_told_once_and_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_raises_is_reported_once_and_ends_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
 
     def broken(*_: object) -> None:
@@ -115,7 +115,7 @@ def test_a_step_that_raises_is_told_once_and_ends_the_loop(monkeypatch: pytest.M
         (ImportError("no torch here"), "ImportError: no torch here"),
     ],
 )
-def test_whatever_keeps_the_engine_from_being_built_is_told(error: Exception, told: object) -> None:
+def test_whatever_keeps_the_engine_from_being_built_is_reported(error: Exception, told: object) -> None:
     def build() -> Engine:
         raise error
 

@@ -186,7 +186,7 @@ def test_a_picture(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "cannot be written" in refusal(capsys_after(capsys), str(path), "--plot", str(tmp_path / "no" / "a.png"))
 
 
-def test_where_a_picture_cannot_go_is_told_before_a_server_is_asked(
+def test_a_picture_that_cannot_be_written_is_refused_before_a_server_is_asked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")

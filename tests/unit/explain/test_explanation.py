@@ -36,7 +36,7 @@ def test_streams_that_wait_together_are_one_story() -> None:
     assert (second.cause, second.behind) == (Cause.DECODE, [])
 
 
-def test_only_the_widest_are_told() -> None:
+def test_only_the_widest_are_printed() -> None:
     gaps = [make_gap({Cause.GC: float(i)}, step_id=i) for i in range(1, 10)]
     assert [story.step_id for story in widest_gaps(gaps, make_recording(), limit=3)] == [9, 8, 7]
 

@@ -36,7 +36,7 @@ IN_PART, NOT = "what follows is in part about gaps that are not.", "what follows
         (20_000, 290, ""),
     ],
 )
-def test_few_slow_gaps_among_those_that_vote_are_told(num_gaps: int, num_slow: int, words: str) -> None:
+def test_few_slow_gaps_among_those_that_vote_are_named(num_gaps: int, num_slow: int, words: str) -> None:
     """Before the causes are; and of slow gaps the causes are what was planted."""
     explanation = explain(gaps_of(num_gaps, num_slow), interfered(0), "here", "engine")
     lines = list(text.lines(explanation))
@@ -48,7 +48,7 @@ def test_few_slow_gaps_among_those_that_vote_are_told(num_gaps: int, num_slow: i
     assert shares.get(Cause.PREFILL_OF_OTHERS, 0.0) == pytest.approx(of_slow)
 
 
-def test_without_a_slow_gap_that_is_told() -> None:
+def test_without_a_slow_gap_it_says_so() -> None:
     gaps = [make_gap({Cause.DECODE: 9.0 + (number > 90)}) for number in range(100)]
     told = list(text.lines(explain(gaps, interfered(0), "here", "engine")))
     assert "No gap is slow: what follows is about gaps that are not." in told

@@ -104,7 +104,7 @@ def test_a_sample_is_of_the_moment_of_its_page(port: OperationsPort, monkeypatch
     assert len(asked) > 1
 
 
-def test_a_place_that_is_not_certain_is_told_as_that(port: OperationsPort, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_that_is_not_certain_says_so(port: OperationsPort, capsys: pytest.CaptureFixture[str]) -> None:
     port.answer("/debug/requests", json.dumps(REQUESTS | {"is_place_exact": False}).encode())
     assert "waiting, about 0 before it" in screen(capsys, port.url)
 

@@ -24,7 +24,7 @@ def test_one_prompt_is_a_list_of_one(given: Any, prompts: Any) -> None:
 
 
 @pytest.mark.parametrize("given", [5, None, 1.5, b"text", bytearray(b"text"), {"text": 1}, {5, 6}])
-def test_what_holds_no_prompts_is_told(given: Any) -> None:
+def test_an_argument_that_holds_no_prompts_is_named(given: Any) -> None:
     with pytest.raises(InvalidRequest, match="expected a text") as caught:
         as_prompts(given)
     assert caught.value.param == "prompts"
@@ -63,7 +63,7 @@ def test_stop_is_a_text_or_several(given: Any, stops: tuple[str, ...]) -> None:
         (["a\udfff"], "stop[0]"),
     ],
 )
-def test_what_is_no_stop_string_is_told_with_its_place(given: Any, param: str) -> None:
+def test_what_is_no_stop_string_is_named_with_its_place(given: Any, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         as_stops(given)
     assert caught.value.param == param

@@ -26,7 +26,7 @@ def test_a_stream_is_found_until_it_is_removed_and_its_timeline_for_a_while(monk
         streams.find("c")
 
 
-def test_what_is_no_id_is_told() -> None:
+def test_what_is_no_id_is_named() -> None:
     streams = Streams()
     for ask in (streams.find, streams.remove, streams.timeline):
         with pytest.raises(InvalidRequest) as caught:

@@ -215,14 +215,14 @@ def test_no_compiler_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
         find_compiler("icpx")
 
 
-def test_what_the_compiler_refuses_is_told(sources: Path, tmp_path: Path, compiler: str) -> None:
+def test_what_the_compiler_refuses_is_printed(sources: Path, tmp_path: Path, compiler: str) -> None:
     (sources / "double.cpp").write_text("int f() { return missing; }\n")
     with pytest.raises(ConfigError, match=r"g\+\+ did not compile the kernels: .*double.cpp.*missing"):
         build_kernels(AVX2, tmp_path / "out", compiler)
     assert [*(tmp_path / "out").iterdir()] == []
 
 
-def test_a_directory_that_cannot_be_written_is_told(sources: Path, tmp_path: Path, compiler: str) -> None:
+def test_a_directory_that_cannot_be_written_is_named(sources: Path, tmp_path: Path, compiler: str) -> None:
     (tmp_path / "out").write_text("a file")
     with pytest.raises(ConfigError, match=str(tmp_path / "out")) as refusal:
         build_kernels(AVX2, tmp_path / "out", compiler)

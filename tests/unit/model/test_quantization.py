@@ -48,7 +48,7 @@ def test_the_largest_number_of_a_row_becomes_127() -> None:
     torch.testing.assert_close(scales, torch.tensor([0.01, 0.0, 1e30 / 127]))
 
 
-def test_what_is_not_finite_is_told_by_the_scale() -> None:
+def test_the_scale_shows_what_is_not_finite() -> None:
     x = torch.ones(4, 3)
     x[1, 2], x[2, 0], x[3, 1] = torch.nan, torch.inf, -torch.inf
     assert quantized_rows(x)[1].isfinite().tolist() == [True, False, False, False]
@@ -84,7 +84,7 @@ def test_compiled_rows_are_those_of_torch(
 
 
 @pytest.mark.parametrize("setup", [setup for setup in SETUPS if setup.quantization == "int8"], ids=str)
-def test_small_rows_count_as_zeros_and_rows_that_are_not_finite_are_told(
+def test_small_rows_count_as_zeros_and_rows_that_are_not_finite_are_reported(
     built_kernels: BuiltKernels, setup: Setup
 ) -> None:
     """A request is ended by name where its logits are not finite; a row of small numbers is none of these."""

@@ -95,7 +95,7 @@ def test_threads_that_would_split_a_sum(
     assert caught.value.param == param
 
 
-def test_stages_of_loading_are_told_in_order(directory: Path) -> None:
+def test_stages_of_loading_are_reported_in_order(directory: Path) -> None:
     told: list[tuple[LifecycleState, str, str]] = []
     load_runner(config_of(directory), 4, lambda state, stage, detail, *_: told.append((state, stage, detail)))
     assert [(state.value, stage) for state, stage, _ in told] == [

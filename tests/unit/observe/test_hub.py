@@ -207,7 +207,7 @@ async def test_a_write_after_the_last_step_does_not_wait_for_long_either() -> No
 
 
 @pytest.mark.parametrize("fact", ["finish r-1", "ready"])
-async def test_what_is_urgent_has_the_others_told_first(fact: str) -> None:
+async def test_what_is_urgent_sends_the_others_first(fact: str) -> None:
     tally, timeline = Tally(), make_timeline(finish_reason=FinishReason.ERROR)
     hub = Hub([tally], max_delay_s=60)
     step_and_write(hub, timeline, 1)
@@ -218,7 +218,7 @@ async def test_what_is_urgent_has_the_others_told_first(fact: str) -> None:
     assert tally.told == ["step 1 advanced 1", "write r-1 at 6", "writes [1]", fact]
 
 
-async def test_ends_wait_too_and_are_told_last() -> None:
+async def test_ends_wait_too_and_come_last() -> None:
     tally, timelines = Tally(), [make_timeline(request_id=f"r-{number}") for number in range(MAX_ENDS)]
     hub = Hub([tally], max_delay_s=60)
     for timeline in timelines[:-1]:

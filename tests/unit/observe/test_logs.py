@@ -85,7 +85,7 @@ def test_nothing_can_start_a_line_of_its_own_or_move_the_cursor() -> None:
     assert [line for line in lines[1:] if not line.startswith("    ")] == []
 
 
-def test_text_shows_fields_so_that_they_can_be_told_apart() -> None:
+def test_text_shows_fields_so_that_they_differ() -> None:
     line = TextFormatter().format(make_record("done", request_id="r-1", note="two words", missing=None, empty=""))
     assert line.endswith('done request_id=r-1 note="two words" empty=""')
 
@@ -146,7 +146,7 @@ def test_a_fault_of_the_server_is_a_warning(caplog: pytest.LogCaptureFixture) ->
     assert request_fields(caplog)["level"] == "warning"
 
 
-def test_what_a_grammar_failed_of_is_told_beside_the_id_of_its_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_why_a_grammar_failed_beside_the_id_of_its_request(caplog: pytest.LogCaptureFixture) -> None:
     error = "Current row has 2003 items; max is 2000"
     Logs(summary_interval_s=10.0).on_finish(make_timeline(finish_reason=FinishReason.ERROR, grammar_error=error))
     fields = request_fields(caplog)

@@ -45,7 +45,7 @@ async def watched(reader: Reader) -> AsyncIterator[None]:
 @pytest.mark.parametrize(
     "failure", [ConfigError("It is odd."), OSError("It is gone."), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "odd")]
 )
-async def test_a_reading_that_fails_is_told_and_the_next_change_is_read(
+async def test_a_reading_that_fails_is_logged_and_the_next_change_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, failure: Exception
 ) -> None:
     reader = Reader(tmp_path / "watched")

@@ -20,7 +20,7 @@ def test_steal_faults_and_clocks_are_read_from_their_places(tmp_path: Path) -> N
     assert found == HostFacts(250 / os.sysconf("SC_CLK_TCK"), 42, 1.2e9, 3.4e9)
 
 
-def test_what_cannot_be_read_is_not_told(tmp_path: Path) -> None:
+def test_what_cannot_be_read_is_not_reported(tmp_path: Path) -> None:
     assert read_host(7, tmp_path, tmp_path) == HostFacts()
 
 

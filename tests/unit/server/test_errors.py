@@ -55,7 +55,7 @@ def test_a_value_given_at_start_is_named_in_the_traceback(message: str, param: s
 
 
 @pytest.mark.parametrize("error", SENT, ids=lambda error: error.__name__)
-def test_every_error_is_told_and_documented(error: type[RoseinferError]) -> None:
+def test_every_error_has_a_body_and_a_row_in_the_docs(error: type[RoseinferError]) -> None:
     response = error_response(error("It went wrong."))
     assert response.status == error.status >= 400
     assert isinstance(response.body, bytes)

@@ -52,7 +52,7 @@ def test_a_token_that_makes_no_text_yet_goes_with_the_one_that_does() -> None:
     ]
 
 
-def test_the_token_that_ends_the_text_is_told_and_has_none() -> None:
+def test_the_token_that_ends_the_text_is_delivered_without_text() -> None:
     steps = steps_of([*ids("ab"), EOS], FinishReason.STOP, stop_token_id=EOS)
     choice = make_choice()
     assert told(choice, steps, 1) == [("a", ids("a")), ("b", ids("b")), ("", [EOS])]
@@ -85,7 +85,7 @@ def test_what_the_engine_did_not_bring_to_its_end_is_an_error(reason: FinishReas
         choice.add_output(TokenOutput("a", [], None, reason, None, times()))
 
 
-def test_a_grammar_that_failed_is_told_apart_from_the_model_and_its_words_are_for_the_log() -> None:
+def test_a_grammar_that_failed_is_not_the_models_error_and_its_words_are_for_the_log() -> None:
     choice = make_choice()
     with pytest.raises(SequenceFailed, match=r"^The grammar could not be followed any further\.$"):
         choice.add_output(TokenOutput("a", [], None, FinishReason.ERROR, times=times(), grammar_error="2003 items"))

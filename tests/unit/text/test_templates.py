@@ -216,7 +216,7 @@ def test_a_template_of_no_known_shape_is_named(tmp_path: Path, template: object)
         ChatTemplate.load(tmp_path)
 
 
-def test_a_chosen_template_that_is_not_there_is_told_in_words(tmp_path: Path) -> None:
+def test_a_missing_chosen_template_is_named_in_words(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none cannot be read: No such file or directory\.$"):
         read_chosen_template(str(tmp_path / "none"))
     (tmp_path / "odd").write_bytes(b"\xff")
@@ -281,7 +281,7 @@ def test_what_the_server_gives_is_not_the_clients(name: str) -> None:
     assert "The server gives the template this variable itself" in error.message
 
 
-def test_what_a_template_does_not_read_is_told_with_what_it_does() -> None:
+def test_what_a_template_does_not_read_is_named_with_what_it_does() -> None:
     error = refused(QWEN3 + "{{ budget }}", enable_thinkng=False)
     assert error.param == "chat_template_kwargs.enable_thinkng"
     assert error.message.endswith("no such variable; those to be set: `budget`, `enable_thinking`.")
@@ -295,7 +295,7 @@ def test_the_switches_that_clients_send_to_every_model_are_taken_by_every_model(
             assert render_with("{{ messages[0].content }}", **{name: value}) == "Hi"
 
 
-def test_a_value_that_the_template_cannot_use_is_told_beside_the_messages() -> None:
+def test_a_value_that_the_template_cannot_use_is_named_beside_the_messages() -> None:
     error = refused("{{ budget + 1 }}", budget="a")
     assert error.param == "messages"
     assert "refused the messages with `chat_template_kwargs`" in error.message

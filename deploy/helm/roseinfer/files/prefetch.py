@@ -1,7 +1,7 @@
 """Fetches the configured model into Hugging Face's cache, as the server would, and then leaves a mark; or waits for it.
 
 `python prefetch.py fetch CONFIG MARK SECONDS`, `python prefetch.py wait MARK SECONDS`. A directory that is there may be
-half of one, so pods wait for the mark; why the last attempt failed stands beside it, and whoever waits prints it.
+half of one, so pods wait for the mark; why the last attempt failed stands beside it, and a pod that waits prints it.
 """
 
 import logging
@@ -37,10 +37,10 @@ def fetch(config_file: str, mark: str, seconds: str) -> int:
     return 0
 
 
-def give_up(mark: str, told: str) -> None:
+def give_up(mark: str, message: str) -> None:
     """End at once, whatever waits for an answer in whichever thread: an error would be taken for one of the network."""
-    why_not(mark).write_text(f"{told}\n")
-    print(told, file=sys.stderr, flush=True)
+    why_not(mark).write_text(f"{message}\n")
+    print(message, file=sys.stderr, flush=True)
     os._exit(1)
 
 

@@ -25,7 +25,7 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 
 {{/*
 Labels of pods of one component. They name no version: another chart with the same pod is no rollout. Nor do they follow
-nameOverride: with fullnameOverride beside it a Deployment would keep its name, whose selector nobody may change.
+nameOverride: with fullnameOverride beside it a Deployment would keep its name, whose selector cannot be changed.
 */}}
 {{- define "roseinfer.podLabels" -}}
 app.kubernetes.io/name: {{ .context.Chart.Name | quote }}

@@ -65,7 +65,7 @@ exec:
 - name: HF_HOME
   value: {{ .Values.modelCache.mountPath | quote }}
 {{- end }}
-{{- /* What is here already is all that there is: the server asks nobody whether there is something newer. */}}
+{{- /* What is here already is all that there is: the server does not ask whether there is something newer. */}}
 {{- $isFetched := eq (include "roseinfer.source" . | fromYaml).kind "fetched" }}
 {{- if and (or .Values.modelCache.readOnly $isFetched) (not (has "HF_HUB_OFFLINE" $given)) }}
 - name: HF_HUB_OFFLINE

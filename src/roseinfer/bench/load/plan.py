@@ -41,7 +41,7 @@ class PlannedRequest(msgspec.Struct, frozen=True, kw_only=True):
     offset_ns: int  # due so long after the start
     segments: tuple[Segment, ...]
     max_tokens: int
-    abort_after_tokens: int | None = None  # its client disconnects when it has so many tokens
+    abort_after_tokens: int | None = None  # its client disconnects at this number of tokens
     abort_after_ns: int | None = None  # or so long after sending the request, without a token
 
     @property

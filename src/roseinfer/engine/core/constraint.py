@@ -91,7 +91,7 @@ class Constraint:
         return self.matcher.error or ("no token is allowed" if self._allows_nothing else "")
 
     def fill(self, allowed: MaskArray, num_drafted: int = 0) -> None:
-        """Write the mask of the next token, or of that behind so many drafted ones, which `look_ahead` has followed.
+        """Write the mask of the next token, or of that behind drafted ones, which `look_ahead` has followed.
 
         Where there can be no token, all are allowed and `has_failed` holds.
         """
@@ -102,7 +102,7 @@ class Constraint:
             allowed[:] = 0xFFFFFFFF
 
     def _fill(self, matcher: Matcher, allowed: MaskArray, num_tokens: int) -> bool:
-        """Write the mask behind so many tokens. Returns whether the sequence can go on."""
+        """Write the mask behind a number of tokens. Returns whether the sequence can go on."""
         matcher.fill(allowed)
         if matcher.has_failed or not allowed.any():
             return False

@@ -6,7 +6,7 @@ from weakref import ref
 from roseinfer.engine.core.sequence import Sequence, SequenceStatus
 
 _NEVER = 1 << 63
-MIN_SWEPT = 256  # below so many entries, those of ended sequences are left where they are
+MIN_SWEPT = 256  # below this number of entries, those of ended sequences are left where they are
 
 _Entry = tuple[int, int, ref[Sequence], bool]  # moment, serial number, sequence, whether it ends with the first batch
 

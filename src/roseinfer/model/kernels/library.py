@@ -112,8 +112,8 @@ def processor_flags(cpu_info: Path = _CPU_INFO) -> frozenset[str]:
         lines = cpu_info.read_text(encoding="ascii", errors="replace").splitlines()
     except OSError:
         return frozenset()
-    told = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
-    return frozenset(next(told, "").split())
+    names = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
+    return frozenset(next(names, "").split())
 
 
 def machine() -> str:

@@ -128,7 +128,7 @@ class YarnRope(Rope, frozen=True, kw_only=True, tag="yarn"):
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
     def _dimension_of(self, num_turns: float, head_dim: int) -> float:
-        """The dimension that turns so many times over the original context."""
+        """The dimension that turns a number of times over the original context."""
         wavelengths = self.original_max_position_embeddings / (num_turns * 2 * math.pi)
         return head_dim * math.log(wavelengths) / (2 * math.log(self.rope_theta))
 

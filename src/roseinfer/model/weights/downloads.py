@@ -131,8 +131,8 @@ class Fetch(ABC):
                 partial.unlink()
                 if not is_last:
                     _log.warning("%s of %s is fetched again: %s", file.name, self._source, difference)
-        told = f"{file.name} of {self._source} arrived damaged twice: {difference}."
-        raise ConfigError(told, param="model.path")
+        message = f"{file.name} of {self._source} arrived damaged twice: {difference}."
+        raise ConfigError(message, param="model.path")
 
     def _fetch_bytes(self, file: File, partial: Path) -> None:
         """Append to `partial` until it is as long as the file. Raises ConnectionError when tries bring nothing."""
@@ -143,17 +143,17 @@ class Fetch(ABC):
         while length < file.size:
             try:
                 self._append(file, partial, length)
-                told: Exception = ConnectionError(f"{file.name} ended after {size_of(partial)} of {file.size} bytes")
+                failure: Exception = ConnectionError(f"{file.name} ended after {size_of(partial)} of {file.size} bytes")
             except Interrupted as error:
-                told = error
+                failure = error
             length = size_of(partial)
             num_tries = 1 if length > longest else num_tries + 1
             longest = max(longest, length)
             if length >= file.size:
                 return
             if num_tries == _NUM_TRIES:
-                raise ConnectionError(f"{file.name}: {first_line(told)}") from told
-            _log.warning("%s of %s broke off and is resumed: %s", file.name, self._source, first_line(told))
+                raise ConnectionError(f"{file.name}: {first_line(failure)}") from failure
+            _log.warning("%s of %s broke off and is resumed: %s", file.name, self._source, first_line(failure))
             if self._must_stop.wait(_RETRY_S * 2 ** (num_tries - 1)):
                 raise ConnectionAbortedError(f"{file.name}: another file could not be fetched")
 

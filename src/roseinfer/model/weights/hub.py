@@ -58,24 +58,24 @@ def fetch(repo_id: str, revision: str | None, *, has_weights: bool) -> Path:
                 names += of_weights
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=names, tqdm_class=_NoBar))
     except errors.GatedRepoError as error:
-        told, param = f"{repo_id} needs permission of its owner; set HF_TOKEN to a token that has it.", "model.path"
-        raise ConfigError(told, param=param) from error
+        message, param = f"{repo_id} needs permission of its owner; set HF_TOKEN to a token that has it.", "model.path"
+        raise ConfigError(message, param=param) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
-        told = f"There is no directory {repo_id} here and no model of this name on Hugging Face"
-        told += "; one that is private needs HF_TOKEN."
-        raise ConfigError(told, param="model.path") from error
+        message = f"There is no directory {repo_id} here and no model of this name on Hugging Face"
+        message += "; one that is private needs HF_TOKEN."
+        raise ConfigError(message, param="model.path") from error
     except errors.RevisionNotFoundError as error:
-        told = f"{repo_id} has no revision {revision} on Hugging Face."
-        raise ConfigError(told, param="model.revision") from error
+        message = f"{repo_id} has no revision {revision} on Hugging Face."
+        raise ConfigError(message, param="model.revision") from error
     except errors.LocalEntryNotFoundError as error:
-        told = (
+        message = (
             f"There is no directory {repo_id} here, and the model cannot be fetched: Hugging Face is out of reach or "
             "switched off (HF_HUB_OFFLINE), and its cache has no copy."
         )
-        raise ConfigError(told, param="model.path") from error
+        raise ConfigError(message, param="model.path") from error
     except (httpx2.TransportError, OSError) as error:
-        told = f"{repo_id} could not be fetched from Hugging Face: {first_line(error)}"
-        raise ConfigError(told, param="model.path") from error
+        message = f"{repo_id} could not be fetched from Hugging Face: {first_line(error)}"
+        raise ConfigError(message, param="model.path") from error
 
 
 def _list_files(repo_id: str, revision: str | None) -> dict[str, File | None]:

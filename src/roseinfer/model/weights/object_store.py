@@ -75,15 +75,15 @@ def fetch(address: str, *, has_weights: bool) -> Path:
                 is_whole.write_text(json.dumps(sorted(file.name for file in wanted)))
         return folder / "model"
     except (boto_errors.BotoCoreError, boto_errors.ClientError, OSError) as error:
-        told = f"{address} could not be fetched: {first_line(error)}"
+        message = f"{address} could not be fetched: {first_line(error)}"
         if is_whole.exists() and not isinstance(error, boto_errors.ClientError):
-            _log.warning("%s; the copy that is here serves", told)
+            _log.warning("%s; the copy that is here serves", message)
             return folder / "model"
-        raise ConfigError(told, param="model.path") from error
+        raise ConfigError(message, param="model.path") from error
 
 
-def _refuse(told: str) -> NoReturn:
-    raise ConfigError(told, param="model.path")
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(message, param="model.path")
 
 
 def _link(folder: Path, files: Iterable[File]) -> None:

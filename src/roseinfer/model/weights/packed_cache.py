@@ -241,7 +241,7 @@ def _read(path: Path, key: str) -> dict[str, list[torch.Tensor]]:
         with suppress(OSError):  # a kernel without them
             mapping.madvise(mmap.MADV_HUGEPAGE)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch's, that nobody should write to it
+        warnings.simplefilter("ignore", UserWarning)  # torch's, that it must not be written to
         data = torch.frombuffer(mapping, dtype=torch.uint8, count=header.num_data_bytes)
     if list(map(_sum, torch.split(data, _BLOCK_BYTES))) != header.sums:
         raise _Damaged("its weights are damaged")
@@ -275,7 +275,7 @@ def _write_at(file: int, piece: torch.Tensor, start: int) -> None:
 
 
 def _is_locked_here(file: int, partial: Path) -> bool:
-    """Lock a file that nobody else is writing; false if somebody is, or has just given it its name."""
+    """Lock a file that no other process is writing; false if one is, or has just given it its name."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.fstat(file).st_ino == partial.stat().st_ino

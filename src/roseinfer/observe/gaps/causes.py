@@ -245,7 +245,7 @@ class Cause(StrEnum):
         meaning="nothing that is recorded explains it",
         advice="Look outside, at the suspects on the jitter dashboard: a hypervisor that took the processor (`steal` "
         "in `/proc/stat`), pages that came from disk, the clock of the cores. In the front end it is time in which its "
-        "thread neither computed nor was ready to: a lock, or a write to a log that nobody reads.",
+        "thread neither computed nor was ready to: a lock, or a write to a log without a reader.",
         story="{part} of which nothing that is recorded says more",
         place="other",
         color="#999999",

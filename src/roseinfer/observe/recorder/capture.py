@@ -47,7 +47,7 @@ _UNITS_NS = {"ms": 1e6, "s": 1e9}
 
 
 class Rule(msgspec.Struct, frozen=True, kw_only=True):
-    """So many events of one kind within a window."""
+    """A number of events of one kind within a window."""
 
     text: str
     count: int
@@ -291,7 +291,7 @@ _log = logging.getLogger(__name__)
 
 
 Profile = Callable[[int, str], Awaitable[Awaitable[ProfileEnded]]]
-"""Begins to profile so many steps into a directory, and gives what to wait for; raises RoseinferError."""
+"""Begins to profile a number of steps into a directory, and gives what to wait for; raises RoseinferError."""
 
 
 class Breach(msgspec.Struct, frozen=True):
@@ -424,7 +424,7 @@ class BreachCapture(WriteObserver):
         except RoseinferError as error:
             return {"error": error.message}
         except TimeoutError:
-            return {"error": f"not so many steps came within {PROFILE_TIMEOUT_S:g} s; the trace may come later"}
+            return {"error": f"fewer steps came within {PROFILE_TIMEOUT_S:g} s; the trace may come later"}
         if ended.error:
             return {"error": ended.error}
         return profile_of(ended.num_steps)

@@ -34,10 +34,10 @@ from roseinfer.records import Advanced, FinishReason, RequestTimeline, StepRecor
 NUM_INTERRUPTIONS = 4096
 _SECTIONS = ("scheduler", "cache", "runner", "engine")  # of the configuration: nothing that names a key or a host
 
-# What is remembered beside each engine step: so many socket writes, and a finished request for so many steps.
+# What is remembered: socket writes for each engine step, and steps for each finished request.
 WRITES_PER_STEP = 8
 STEPS_PER_REQUEST = 8
-_REJECTED_DIVISOR = 8  # for so many finished requests that are remembered, one that was refused is too
+_REJECTED_DIVISOR = 8  # finished requests that are remembered for each one that was refused
 
 _Ended = tuple[int, str, bytes]
 """When a request ended, its id, and its record."""
@@ -72,7 +72,7 @@ class Ring:
             self._rows[: len(rows) - until_end] = rows[until_end:]
 
     def newest(self, num_rows: int | None = None) -> StructArray:
-        """Returns a copy of so many rows, or of all there are, oldest first."""
+        """Returns a copy of a number of rows, or of all there are, oldest first."""
         count = len(self) if num_rows is None else min(num_rows, len(self))
         size = len(self._rows)
         start, stop = (self.num_added - count) % size, self.num_added % size

@@ -134,7 +134,7 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """What one side wants to know of the other, by the name of who answers it there; without a number it is told."""
+    """What one side wants to know of the other, by the name of what answers it there; without a number it has none."""
 
     number: int
     name: str

@@ -48,7 +48,7 @@ class Receiver:
         self._observation = observation
 
     def refuse(self, refusal: ConfigError) -> None:
-        """Takes no facts, since there is nothing to observe them; the front end is told why."""
+        """Takes no facts, since there is nothing to observe them; the front end hears why."""
         self._refusal = refusal
 
     def replies(self) -> dict[str, Reply]:

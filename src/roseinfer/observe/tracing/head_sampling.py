@@ -39,7 +39,7 @@ def make_sampler(environment: Environment, ratio: float) -> Sampler:
 
 
 def make_propagator(environment: Environment) -> TextMapPropagator:
-    """Returns the propagators that OTEL_PROPAGATORS names. Raises ConfigError for one whose headers nobody keeps."""
+    """Returns the propagators that OTEL_PROPAGATORS names. Raises ConfigError for one whose headers are not kept."""
     variable, names = given(environment, "OTEL_PROPAGATORS")
     found = [name.strip() for name in (names or "tracecontext,baggage").split(",")]
     group = "opentelemetry_propagator"

@@ -125,7 +125,7 @@ def submit(wanted: GenerationRequest, service: Service, exchange: Exchange, *, i
 
 
 def _check_prompt_tokens(job: Job) -> None:
-    """Raise InvalidRequest where prompts are too long for so many sequences, each of which has its own copy."""
+    """Raise InvalidRequest where prompts are too long for the number of sequences, each of which has its own copy."""
     if (num_tokens := sum(len(prompt.token_ids) for prompt in job.prompts) * job.best_of) > MAX_PROMPT_TOKENS:
         name = "n" if job.best_of == job.n else "best_of"
         message = f"`{name}`: the prompts of all sequences have {num_tokens} tokens; {MAX_PROMPT_TOKENS} is the limit."

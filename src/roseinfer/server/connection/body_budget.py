@@ -35,7 +35,7 @@ class HeldBytes:
         self._num_bytes = 0
 
     def hold(self, num_bytes: int) -> None:
-        """Hold at least so many bytes. Raises Overloaded above the budget, unless no other request holds any."""
+        """Hold at least a number of bytes. Raises Overloaded above the budget, unless no other request holds any."""
         more = num_bytes - self._num_bytes
         if more <= 0:
             return

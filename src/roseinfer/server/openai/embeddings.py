@@ -46,7 +46,7 @@ class EmbeddingsBody(EngineBody, frozen=True, kw_only=True):
     ]
     dimensions: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Only the first so many numbers, at length 1 again. Default: all, which the model has."),
+        Meta(description="Only this many of the first numbers, at length 1 again. Default: all, which the model has."),
     ] = None
     encoding_format: Annotated[
         Literal["float", "base64"],

@@ -48,7 +48,7 @@ class FlightView(Protocol):
         """The last steps and their requests in Chrome's trace format."""
 
     def timeline(self, limit: int, since_step: int, since_ns: int) -> Callable[[], bytes]:
-        """The page's data: what is newer than a step and a moment, of at most so many steps."""
+        """The page's data: what is newer than a step and a moment, of a number of steps at most."""
 
     def view(self, content: bytes) -> bytes:
         """The same of a saved recording. Raises InvalidRequest for bytes that are none."""

@@ -1,6 +1,6 @@
 """Serves `POST /debug/profile?steps=K`: a profile of the engine's next K steps.
 
-The answer comes at once with the directory; the trace is there after so many steps. The log says when, or why not.
+The answer comes at once with the directory; the trace is there after its steps. The log says when, or why not.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 Profile = Callable[[int, str], Awaitable[Awaitable[ProfileEnded]]]
-"""Begins to profile so many steps into a directory, and gives what to wait for. Raises RoseinferError."""
+"""Begins to profile a number of steps into a directory, and gives what to wait for. Raises RoseinferError."""
 
 
 def route(

@@ -151,7 +151,7 @@ class Tokenizer:
         return self._encode([text], add_special_tokens)[0]
 
     async def for_text(self, num_chars: int, work: Callable[..., T], *arguments: object) -> T:
-        """Run work that takes as long as encoding so many characters: here if that is about a millisecond."""
+        """Run work that takes as long as encoding a number of characters: here if that is about a millisecond."""
         if num_chars <= INLINE_CHARS:
             return work(*arguments)
         if num_chars <= LONG_CHARS:

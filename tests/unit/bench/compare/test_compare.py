@@ -77,7 +77,7 @@ def compare(*words: str) -> int:
     return cli.main(["bench", "compare", *words])
 
 
-def test_a_regression_is_told_with_its_size_and_fails_the_gate(
+def test_a_regression_is_reported_with_its_size_and_fails_the_gate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = both(tmp_path, effect=0.05)
@@ -106,7 +106,7 @@ def test_equal_sides_are_noise(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.splitlines()[-1] == "Verdict: noise (7 noise)"
 
 
-def test_sides_that_did_not_take_turns_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sides_that_did_not_take_turns_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert compare(*both(tmp_path, effect=0.3, gap_s=1000.0)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "Runs: 8 of A and 8 of B, NOT in turn: a machine that changed in between looks like this" in lines

@@ -100,7 +100,7 @@ def test_a_trace_is_read_line_by_line_and_sorted(tmp_path: Path) -> None:
     ]
 
 
-def test_a_trace_that_is_no_text_is_told(tmp_path: Path) -> None:
+def test_a_trace_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "trace").write_bytes(b'{"offset_s": 1, "prompt_tokens": 2, "max_tokens": 3, "\xff": 1}')
     with pytest.raises(ConfigError, match="line 1"):
         plan_of_trace(tmp_path / "trace")
@@ -116,14 +116,14 @@ def test_a_trace_that_is_no_text_is_told(tmp_path: Path) -> None:
         ("hello", "line 1 is not JSON"),
     ],
 )
-def test_a_trace_that_cannot_be_used_is_told(content: str, words: str, tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_used_is_named(content: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "trace").write_text(content)
     with pytest.raises(ConfigError, match=words) as refusal:
         plan_of_trace(tmp_path / "trace")
     assert refusal.value.param == "--trace"
 
 
-def test_a_missing_trace_and_a_damaged_recording_are_told(tmp_path: Path) -> None:
+def test_a_missing_trace_and_a_damaged_recording_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         plan_of_trace(tmp_path / "none")
     (tmp_path / "a.npz").write_bytes(b"PK nothing")
@@ -180,7 +180,7 @@ def test_requests_are_asked_again_in_the_order_in_which_they_were_received() -> 
     assert plan.records[0] is early
 
 
-def test_a_recording_without_a_request_is_told() -> None:
+def test_a_recording_without_a_request_is_refused() -> None:
     with pytest.raises(ConfigError, match="no request that could be asked again"):
         plan_of_recording(make_recording([]))
     empty = Recording(

@@ -69,7 +69,7 @@ def test_each_kind_of_phase_is_shipped() -> None:
         ("3", "expected a mapping of fields, got 3"),
     ],
 )
-def test_a_mistake_is_told_with_its_place(tmp_path: Path, text: str, words: str) -> None:
+def test_a_mistake_is_named_with_its_place(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -120,7 +120,7 @@ def test_a_seed_makes_one_load() -> None:
     assert {request.max_tokens for request in steady.plan(1)} == set(range(2, 10))
 
 
-def test_a_load_without_a_request_is_told() -> None:
+def test_a_load_without_a_request_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"no request falls into its 0\.1 s"):
         scenario(("steady", 1, 0.1), rate_per_user=0.001).plan(0)
 

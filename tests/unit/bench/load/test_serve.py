@@ -123,7 +123,7 @@ def test_a_server_that_takes_none_has_other_prompts_each_time_unless_a_seed_is_g
         ("--sweep 5 --slo-ttft-ms 9 --long-at 2", "--long-at: needs --long-prompt-tokens"),
     ],
 )
-def test_wrong_flags_are_told_before_the_server_is_asked(
+def test_wrong_flags_are_refused_before_the_server_is_asked(
     flags: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", "serve", "--url", "http://127.0.0.1:9", *flags.split()]) == cli.EXIT_USAGE
@@ -139,7 +139,7 @@ def test_a_client_that_goes_away_after_a_token_sees_each_one(stream_interval: in
     assert body.get("stream_interval") == request.stream_interval == stream_interval
 
 
-def test_what_the_server_would_refuse_is_told_before_anything_is_sent() -> None:
+def test_what_the_server_would_refuse_is_refused_before_anything_is_sent() -> None:
     planned = PlannedRequest(offset_ns=0, segments=(Segment(1, 60),), max_tokens=5)
     with pytest.raises(ConfigError, match="do not fit into the 64 tokens of tiny"):
         prepare([planned], ENDPOINT, Namespace(seed=0, chat=False, ignore_eos=True, stream_interval=None))
@@ -197,6 +197,6 @@ def test_the_server_may_be_named_as_clients_of_openai_name_it(url: str, capsys: 
 
 @pytest.mark.parametrize("flag", ["--url", "--ops-url"])
 @pytest.mark.parametrize("url", ["localhost", "ftp://127.0.0.1:9", ""])
-def test_what_is_no_url_is_told_what_one_is(flag: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_url_gets_an_example_of_one(flag: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "serve", flag, url]) == cli.EXIT_USAGE
     assert f"{flag}: expected a URL such as http://127.0.0.1:8000, got {url!r}" in capsys.readouterr().err

@@ -105,6 +105,6 @@ def test_an_arrival_costs_reading_and_an_undisturbed_crossing() -> None:
     assert fit(recording).model.arrival_ns == pytest.approx(460_000)
 
 
-def test_too_few_steps_are_told() -> None:
+def test_too_few_steps_are_named() -> None:
     with pytest.raises(ConfigError, match="holds 3 undisturbed steps and a cost model needs 16"):
         fit(make_recording([], make_steps(3)))

@@ -193,7 +193,7 @@ def test_a_world_without_a_cause_has_none_of_it(cause: Cause, setup: Setup) -> N
         assert total_ns(without(setup, cause)) == 0
 
 
-def test_what_cannot_run_is_told_before_it_starts() -> None:
+def test_what_cannot_run_is_refused_before_it_starts() -> None:
     with pytest.raises(ConfigError, match="do not fit into 128"):
         Simulation(make_setup()).run([asked(0, 100, 29)])
     with pytest.raises(ConfigError, match="15 blocks of 8 do not hold one sequence of 128 tokens"):

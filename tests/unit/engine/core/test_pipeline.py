@@ -135,7 +135,7 @@ def test_the_slot_of_what_ended_is_not_given_away_before_that() -> None:
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
-def test_an_abort_is_told_at_once_and_the_token_in_flight_never(num_steps: int) -> None:
+def test_an_abort_is_reported_at_once_and_the_token_in_flight_never(num_steps: int) -> None:
     engine = make_engine(pipeline_depth=1, max_prefill_tokens=16, prefix_caching=False)
     engine.add_request(make_request("a", range(1, 40), max_tokens=50))
     transcript = Transcript()

@@ -36,7 +36,7 @@ def test_the_chunks_do_not_show(depth: int, chunk: int) -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("chunk", [1, 20])
-def test_a_prompt_that_is_preempted_is_scored_from_its_beginning_and_told_once(
+def test_a_prompt_that_is_preempted_is_scored_from_its_beginning_and_sent_once(
     depth: int, caching: bool, chunk: int
 ) -> None:
     """The old sequence grows into the young one's blocks: while its prompt is read, or when it decodes already."""

@@ -128,7 +128,7 @@ async def test_an_engine_that_is_started_again_has_no_step_under_way(
     assert restarts == [None]
 
 
-async def test_the_end_is_told_when_both_sides_have_ended(
+async def test_the_end_is_reported_when_both_sides_have_ended(
     client: AsyncEngine, transport: ManualTransport, told: Told
 ) -> None:
     timeline = open_timeline(client)
@@ -387,7 +387,7 @@ async def test_an_error_comes_after_all_that_was_before_it() -> None:
 
 
 @pytest.mark.parametrize(("num_logprobs", "size"), [(None, 1), (0, 2), (20, 22)])
-async def test_what_waits_for_too_long_is_dropped_and_told(
+async def test_what_waits_for_too_long_is_dropped_and_reported(
     monkeypatch: pytest.MonkeyPatch, num_logprobs: int | None, size: int
 ) -> None:
     monkeypatch.setattr(client_module, "MAX_WAITING", 100 * size)

@@ -337,7 +337,7 @@ def test_int8_keeps_what_its_rounding_leaves(make_backend: MakeBackend) -> None:
     assert error.mean() < 0.005
 
 
-def test_a_key_that_is_not_finite_is_told_by_its_own_sequence(make_backend: MakeBackend) -> None:
+def test_a_key_that_is_not_finite_fails_its_own_sequence(make_backend: MakeBackend) -> None:
     """A broken token is found by its logits: what attends to its key is NaN, in int8 too."""
     spec = spec_of(2, 1, 16)
     q, k, v = random_sequence(spec, 40, 1)

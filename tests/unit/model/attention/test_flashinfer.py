@@ -153,7 +153,7 @@ def test_a_flashinfer_that_was_asked_for_and_fails_ends_the_start_with_one_sente
 
 
 @pytest.mark.parametrize("case", [Case(2, 2, dtype=HALF), Case(4, 1, 128, 8, 50, dtype=HALF)], ids=str)
-def test_flashinfer_is_told_which_pages_to_read(interpreter: Worker, case: Case) -> None:
+def test_flashinfer_gets_the_pages_to_read(interpreter: Worker, case: Case) -> None:
     interpreter.call(check_flashinfer, case)
 
 

@@ -95,7 +95,7 @@ def test_a_row_depends_on_nothing_but_itself(built_kernels: BuiltKernels, setup:
 
 
 @every_setup
-def test_a_row_that_is_not_finite_is_told_and_stays_alone(built_kernels: BuiltKernels, setup: Setup) -> None:
+def test_a_row_that_is_not_finite_is_reported_and_stays_alone(built_kernels: BuiltKernels, setup: Setup) -> None:
     placement = setup.placement(built_kernels)
     linear = Linear(random(48, 64, seed=1), None, placement)
     x = random(6, 64).to(placement.dtype)

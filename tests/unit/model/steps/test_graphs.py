@@ -90,7 +90,7 @@ class Recorder:
         return [self.graphs.size_for(count, count, is_decode=True) for count in counts]
 
 
-def test_all_are_captured_and_each_is_told() -> None:
+def test_all_are_captured_and_each_is_reported() -> None:
     recorder = Recorder()
     told: list[str] = []
     recorder.graphs.capture_all(told.append)

@@ -247,7 +247,7 @@ def test_sampling_defaults(directory: Path) -> None:
     assert defaults_of(directory, nulls) == SamplingDefaults(min_p=0.1)
 
 
-def test_what_is_not_served_of_sampling_is_told(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_served_of_sampling_is_named(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     neutral: dict[str, object] = {"repetition_penalty": 1.0, "num_beams": 1, "typical_p": 1.0, "suppress_tokens": None}
     defaults_of(directory, neutral)
     assert caplog.messages == []

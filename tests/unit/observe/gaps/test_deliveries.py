@@ -38,7 +38,7 @@ def test_a_collection_may_come_while_they_are_read() -> None:
     assert pauses.take(), "a collection came"
 
 
-def test_what_is_told_late_hides_nothing_that_ended_after_it() -> None:
+def test_what_is_noted_late_hides_nothing_that_ended_after_it() -> None:
     live = LiveInterruptions()
     live.add(30, 40, Cause.GC)
     live.add(10, 35, Cause.SCRAPE)  # by a thread that was stopped before it could tell

@@ -246,7 +246,7 @@ def test_a_step_with_prompts_misses_what_it_takes_longer_than_in_a_graph(graph_r
         assert {round(gap.parts[Cause.PREFILL_OF_OTHERS] / MS) for gap, _ in bench.slow} == {10}
 
 
-def test_a_collection_in_the_front_end_is_told_from_other_delays() -> None:
+def test_a_collection_in_the_front_end_is_no_other_delay() -> None:
     bench = Bench()
     bench.warm_up()
     plant_gc_in_front_end(bench)

@@ -64,13 +64,13 @@ def test_bounds_rise_and_the_thresholds_of_service_levels_are_among_them() -> No
     assert {0.25, 0.5, 1.0} <= set(WAIT_S)
 
 
-def test_requests_from_one_token_to_a_quarter_of_an_hour_are_told_apart_within_a_factor_of_two() -> None:
+def test_bounds_separate_requests_from_one_token_to_a_quarter_of_an_hour_by_a_factor_of_two() -> None:
     assert REQUEST_S[0] <= 0.01
     assert REQUEST_S[-1] >= 15 * 60
     assert max(upper / lower for lower, upper in pairwise(REQUEST_S)) <= 2
 
 
-def test_tokens_between_4_and_50_ms_are_told_apart_within_a_third() -> None:
+def test_bounds_separate_tokens_between_4_and_50_ms_by_a_third() -> None:
     bounds = [bound for bound in TOKEN_S if 0.004 <= bound <= 0.05]
     widths = [(upper - lower) / lower for lower, upper in pairwise(bounds)]
     assert max(widths) <= 1 / 3 + 1e-9

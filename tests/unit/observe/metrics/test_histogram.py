@@ -50,7 +50,7 @@ def test_nanoseconds_on_a_bound_fall_into_its_bucket() -> None:
 
 
 @pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf, -math.inf])
-def test_what_cannot_be_a_duration_is_refused_and_told(value: float) -> None:
+def test_what_cannot_be_a_duration_is_refused_in_words(value: float) -> None:
     histogram = Histogram(BOUNDS)
     assert histogram.add([0.5, value, 0.25]) == 1
     assert sum(histogram.counts) == 2
@@ -79,7 +79,7 @@ def test_a_quantile_is_linear_within_its_bucket() -> None:
     assert histogram.quantile(1.0) == 4.0
 
 
-def test_a_quantile_past_the_last_bound_is_told_as_that_bound() -> None:
+def test_a_quantile_past_the_last_bound_is_that_bound() -> None:
     histogram = Histogram((1.0, 2.0))
     histogram.add([5.0])
     assert histogram.quantile(0.5) == 2.0

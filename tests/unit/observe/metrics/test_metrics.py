@@ -105,7 +105,7 @@ def test_a_response_that_is_not_streamed_has_its_first_token_at_its_only_write()
     assert page.value("roseinfer_stream_gap_seconds_count") == 0
 
 
-def test_the_clients_own_submit_lag_is_told_when_it_makes_sense() -> None:
+def test_the_clients_own_submit_lag_is_shown_when_it_makes_sense() -> None:
     metrics = make_metrics()
     for lag_s in (None, 0.25, -3.0):
         metrics.on_finish(make_timeline(client_submit_lag_s=lag_s))
@@ -165,7 +165,7 @@ def test_faults_of_the_server_are_counted_under_a_closed_set_of_types(
         ("made-up\nroseinfer_engine_up 1", "other"),
     ],
 )
-def test_a_refusal_is_counted_under_the_code_that_the_client_was_told(error_code: str, code: str) -> None:
+def test_a_refusal_is_counted_under_the_code_that_the_client_got(error_code: str, code: str) -> None:
     metrics = make_metrics()
     metrics.on_refusal(error_code)
     metrics.on_finish(make_timeline(finish_reason=FinishReason.REJECTED, error_code=error_code))
@@ -186,7 +186,7 @@ def test_disconnects_and_requests_in_flight() -> None:
 
 
 @pytest.mark.parametrize(("decode", "prefill", "phase"), [(3, 0, "decode"), (0, 2, "prefill"), (3, 2, "mixed")])
-def test_a_step_is_told_under_what_its_rows_were(decode: int, prefill: int, phase: str) -> None:
+def test_a_step_is_counted_under_what_its_rows_were(decode: int, prefill: int, phase: str) -> None:
     metrics = make_metrics()
     metrics.on_step(make_step(num_decode_seqs=decode, num_prefill_seqs=prefill), Advanced())
     metrics.on_step(make_step(), Advanced())  # without rows: state only
@@ -212,7 +212,7 @@ def test_counts_of_steps_add_up_and_gauges_are_those_of_the_last_one() -> None:
     assert blocks == {"used": 25, "cached": 40, "free": 35}
 
 
-def test_the_last_step_is_told_as_a_time_of_the_calendar() -> None:
+def test_the_last_step_is_a_time_of_the_calendar() -> None:
     metrics = make_metrics()
     metrics.on_step(make_step(end_ns=time.monotonic_ns() - 2_000_000_000), Advanced())
     age_s = time.time() - Page(metrics).value("roseinfer_engine_last_step_timestamp_seconds")

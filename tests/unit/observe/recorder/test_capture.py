@@ -324,7 +324,7 @@ def test_rules_without_a_directory_are_refused(tmp_path: Path) -> None:
     assert refusal.value.param == "observe.capture_rules"
 
 
-def test_without_rules_nothing_need_be_told(tmp_path: Path) -> None:
+def test_without_rules_nothing_need_be_given(tmp_path: Path) -> None:
     world = World(tmp_path, "1 gap over 60 ms in 10 s")
     assert BreachCapture(Config(), "1.2.3", world.recorder).observers == []
     assert world.capture.observers == [world.capture]
@@ -347,7 +347,7 @@ async def test_the_next_steps_are_profiled(tmp_path: Path) -> None:
     assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", "recording.npz", "trace.json"]
 
 
-async def test_a_profile_that_cannot_be_is_told(tmp_path: Path) -> None:
+async def test_a_profile_that_cannot_be_is_noted(tmp_path: Path) -> None:
     async def refuse(num_steps: int, directory: str) -> ProfileEnded:
         raise Conflict("One is running.")
 

@@ -48,7 +48,7 @@ def test_asking_often_tells_the_same_as_asking_once(every: int) -> None:
     assert tokens == {request["serial"]: request["token_ns"] for request in whole["requests"]}
 
 
-def test_a_write_that_comes_late_is_told_when_it_has_come() -> None:
+def test_a_write_that_comes_late_is_shown_when_it_has_come() -> None:
     flight = make_flight(num_streams=2, num_steps=20)
     cursor = ask(flight)["next"]
     timeline = flight.in_flight[0]

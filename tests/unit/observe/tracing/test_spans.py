@@ -93,7 +93,7 @@ def test_a_token_that_came_after_the_end_ends_no_part_before_it_began() -> None:
     assert "write" not in named(found)
 
 
-def test_attributes_are_those_of_the_conventions_and_nothing_unknown_is_told() -> None:
+def test_attributes_are_those_of_the_conventions_and_unknown_ones_are_absent() -> None:
     timeline = make_timeline(
         api=Api.COMPLETIONS, max_tokens=9, temperature=0.5, top_p=0.9, num_cached_tokens=4, num_preemptions=1
     )
@@ -188,7 +188,7 @@ def test_a_step_is_a_trace_of_its_own_with_its_parts_and_links_to_its_requests()
     assert {own(child).trace_id for child in children} == {own(whole).trace_id}
 
 
-def test_parts_that_took_no_time_are_not_told_and_links_are_bounded() -> None:
+def test_parts_that_took_no_time_are_not_sent_and_links_are_bounded() -> None:
     idle = step(phases=PhaseTimes(schedule=MS), blocked_by=BlockedBy.KV_BLOCKS)
     whole, *children = make_step_spans(idle, [(1, i) for i in range(1, 501)])
     assert list(named(children)) == ["schedule"]
@@ -196,7 +196,7 @@ def test_parts_that_took_no_time_are_not_told_and_links_are_bounded() -> None:
     assert (len(whole.links), whole.dropped_links) == (128, 372)  # the standard's OTEL_SPAN_LINK_COUNT_LIMIT
 
 
-def test_the_startup_is_told_stage_after_stage() -> None:
+def test_the_startup_is_traced_stage_after_stage() -> None:
     made = Made()
     made.spans.of_startup((10, 20, 2_000_000_030), {"import": 0.5, "load": 1.5})
     whole, *stages = made.all()

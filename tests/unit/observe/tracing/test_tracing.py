@@ -137,7 +137,7 @@ def test_a_slow_gap_keeps_its_request_and_tells_the_step_that_ended_it() -> None
     assert [event.name for event in whole.events] == ["roseinfer.slow_gap"] * 2
 
 
-def test_a_step_that_is_not_known_yet_is_told_when_it_is() -> None:
+def test_a_step_that_is_not_known_yet_is_traced_when_it_is() -> None:
     """The attribution hears of a step before tracing does."""
     scene = Scene()
     timeline = make_timeline(token_ns=[1031 * MS, 1095 * MS])
@@ -180,7 +180,7 @@ def test_a_gap_of_a_request_that_has_ended_is_nobodys() -> None:
     assert (scene.made.all(), scene.exemplars()) == ([], set())
 
 
-def test_one_step_in_so_many_is_told_slow_or_not() -> None:
+def test_one_step_in_a_number_is_traced_slow_or_not() -> None:
     scene = Scene(step_interval=10)
     for step_id in range(1, 41):
         scene.tracing.on_step(make_step(step_id=step_id), Advanced())
@@ -207,7 +207,7 @@ def test_a_step_is_found_by_its_stamp_however_long_ago_within_the_ring() -> None
     assert scene.tracing._step_id_of(5_000 * MS + 1) is None
 
 
-def test_the_start_is_told_once_from_the_states_and_the_stages() -> None:
+def test_the_start_is_traced_once_from_the_states_and_the_stages() -> None:
     scene = Scene()
     for state in (LifecycleState.STARTING, LifecycleState.LOADING, LifecycleState.WARMUP, LifecycleState.READY):
         scene.tracing.on_lifecycle(state)

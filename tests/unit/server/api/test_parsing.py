@@ -56,7 +56,7 @@ def test_a_closed_set_is_listed(field: dict[str, Any], param: str, message: str)
     ],
     ids=str,
 )
-def test_a_field_of_another_server_is_told_with_what_there_is_instead(
+def test_a_field_of_another_server_is_named_with_what_there_is_instead(
     field: dict[str, Any], path: str, instead: str, least: dict[str, Any]
 ) -> None:
     error = refused(least | field)
@@ -74,7 +74,7 @@ def test_a_field_of_another_server_is_told_with_what_there_is_instead(
         (CompletionBody, "messages", "/v1/chat/completions"),
     ],
 )
-def test_a_body_of_another_endpoint_is_told_where_it_belongs(body_type: Any, field: str, path: str) -> None:
+def test_a_body_of_another_endpoint_hears_where_it_belongs(body_type: Any, field: str, path: str) -> None:
     with pytest.raises(InvalidRequest, match=f"`{field}` is not supported: .*{path} takes `{field}`\\.") as caught:
         parse_body(f'{{"model": "a", "{field}": "Hi"}}'.encode(), body_type)
     assert caught.value.param == field
@@ -83,7 +83,7 @@ def test_a_body_of_another_endpoint_is_told_where_it_belongs(body_type: Any, fie
 @pytest.mark.parametrize(
     ("body_type", "field", "name"), [(TokenizeBody, "content", "prompt"), (DetokenizeBody, "ids", "tokens")]
 )
-def test_a_field_of_another_tokenizing_server_is_told_its_name_here(body_type: Any, field: str, name: str) -> None:
+def test_a_field_of_another_tokenizing_server_hears_its_name_here(body_type: Any, field: str, name: str) -> None:
     with pytest.raises(InvalidRequest, match=f"`{field}` is not supported: `{name}` is its name here") as caught:
         parse_body(f'{{"{field}": "Hi"}}'.encode(), body_type)
     assert caught.value.param == field
@@ -126,13 +126,13 @@ def test_flags_that_are_off_ask_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("part", [IMAGE, dict(reversed(IMAGE.items())), {"type": "file"}])
-def test_content_that_is_no_text_is_told_as_that(part: dict[str, Any]) -> None:
+def test_content_that_is_no_text_is_named_as_that(part: dict[str, Any]) -> None:
     error = refused({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]})
     assert error.param == "messages[0].content[1].type"
     assert error.message == f"`messages[0].content[1]`: Only text content is supported, not {part['type']!r}."
 
 
-def test_a_refusal_is_told_what_is_wrong_with_it_and_not_that_it_is_no_text() -> None:
+def test_a_bad_refusal_hears_what_is_wrong_and_not_that_it_is_no_text() -> None:
     error = refused({"messages": [{"role": "assistant", "content": [{"type": "refusal", "refusal": 5}]}]})
     assert error.message == "`messages[0].content[0].refusal`: Expected `string`, got `integer`."
     error = refused({"messages": [{"role": "user", "content": [{"type": "refusal", "refusal": "No."}]}]})
@@ -140,7 +140,7 @@ def test_a_refusal_is_told_what_is_wrong_with_it_and_not_that_it_is_no_text() ->
 
 
 @pytest.mark.parametrize("kind", [{}, [], 5])
-def test_a_part_whose_type_is_no_text_is_told_as_that(kind: object) -> None:
+def test_a_part_whose_type_is_no_text_is_named_as_that(kind: object) -> None:
     error = refused({"messages": [{"role": "user", "content": [{"text": "", "type": kind}]}]})
     assert error.param == "messages[0].content[0].type"
     assert "Expected `string`" in error.message
@@ -168,12 +168,12 @@ def test_a_key_at_fault_is_named(bias: dict[str, Any], param: str, said: str) ->
     assert said in error.message
 
 
-def test_a_limit_below_zero_is_told_the_least_that_makes_sense() -> None:
+def test_a_limit_below_zero_hears_the_least_that_makes_sense() -> None:
     error = refused({"prompt": "a", "max_tokens": -2})
     assert (error.param, error.message) == ("max_tokens", "`max_tokens`: Expected `integer` >= -1.")
 
 
-def test_a_number_that_nothing_holds_is_told_with_its_field() -> None:
+def test_a_number_that_nothing_holds_is_named_with_its_field() -> None:
     error = refused(b'{"prompt": "a", "temperature": 1e999}')
     assert (error.param, error.message) == ("temperature", "`temperature`: Number out of range.")
 
@@ -192,7 +192,7 @@ def test_a_number_that_nothing_holds_is_told_with_its_field() -> None:
         (b'{"a":' * 5000, "The body is nested too deeply: more than 512 levels."),
     ],
 )  # fmt: skip
-def test_what_is_no_json_is_told_with_the_place(raw: bytes, message: str) -> None:
+def test_what_is_no_json_is_named_with_the_place(raw: bytes, message: str) -> None:
     for content in (raw, bytearray(raw)):
         error = refused(bytes(content))
         assert (error.param, error.message) == (None, message)
@@ -227,7 +227,7 @@ def test_a_whole_number_may_be_written_with_a_point() -> None:
     assert refused({"messages": MESSAGES, "tools": [nested]}).param == "tools[0].function.name"
 
 
-def test_unknown_fields_are_told_apart_from_those_that_would_change_the_answer() -> None:
+def test_unknown_fields_are_kept_and_those_that_would_change_the_answer_refused() -> None:
     unknown: list[str] = []
     fields = {"prompt": "a", "temprature": 1, "mood": None, "store": True, "suffix": "", "é": {}}
     body = parse_body(json.dumps(fields).encode(), CompletionBody, unknown)

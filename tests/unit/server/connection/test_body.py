@@ -50,7 +50,7 @@ def test_too_many_values_are_refused_with_their_field(body: Any, param: str | No
     ],
     ids=["an array", "cut short"],
 )
-def test_what_is_no_object_is_told_from_what_is_no_json(body: Any, message: str) -> None:
+def test_what_is_no_object_is_not_what_is_no_json(body: Any, message: str) -> None:
     error = refusal(body)
     assert isinstance(error, InvalidRequest)
     assert error.message == message
@@ -106,7 +106,7 @@ def separators(value: Any) -> int:
     return max(1, len(value)) + sum(map(separators, inner))
 
 
-def test_the_limit_is_told_as_it_is() -> None:
+def test_the_sentence_has_the_limit_as_it_is() -> None:
     error = refusal({"tokens": [1] * MANY})
     assert error is not None
     assert str(FEW_VALUES + 2 * CONTEXT) in error.message

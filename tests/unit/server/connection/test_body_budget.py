@@ -74,7 +74,7 @@ async def test_a_piece_that_was_stopped_for_long_is_not_rested_from_as_long(work
     assert clock.rests_s == [0.0, 0.05]
 
 
-async def test_a_piece_that_fails_is_told_of_and_rested_from(work: LongWork, clock: Clock) -> None:
+async def test_a_piece_that_fails_is_logged_and_rested_from(work: LongWork, clock: Clock) -> None:
     def fail() -> None:
         clock.work(0.03)
         raise ValueError("this one")

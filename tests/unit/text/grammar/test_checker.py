@@ -207,7 +207,7 @@ def test_more_than_so_many_checks_do_not_wait(tmp_path: Path, monkeypatch: pytes
         made.close()
 
 
-def test_a_vocabulary_that_no_grammar_can_use_is_told_by_the_field_and_asked_of_one_child(
+def test_a_vocabulary_that_no_grammar_can_use_names_the_field_and_asks_one_child(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not a 503 that asks to come again for ever, with a process for each time."""

@@ -51,7 +51,7 @@ def test_a_family_that_is_not_bytes_is_refused() -> None:
         wrap(inner)
 
 
-async def test_encoding_adds_what_the_post_processor_asks_for_only_when_told(tmp_path: Path) -> None:
+async def test_encoding_adds_what_the_post_processor_asks_for_only_when_asked(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_checkpoint(tmp_path, with_bos=True))
     assert await tokenizer.encode(["a", "b"], add_special_tokens=True) == [[BOS, 97], [BOS, 98]]
     assert await tokenizer.encode(["a<|eos|>"], add_special_tokens=False) == [[97, EOS]]
@@ -289,7 +289,7 @@ def test_spaces_written_otherwise_are_still_there() -> None:
     assert most_chars_per_token(json.dumps(file).encode(), [b"abc", *(bytes([byte]) for byte in range(256))]) == 3
 
 
-def test_a_text_that_is_refused_unread_is_told_in_characters() -> None:
+def test_a_text_that_is_refused_unread_is_measured_in_characters() -> None:
     tokenizer = Tokenizer.from_bytes(byte_tokenizer().to_str().encode())
     most = 4 * len(HUGE_TEXT)
     tokenizer.check_length(["x" * most], 4, [PromptName("prompt")])

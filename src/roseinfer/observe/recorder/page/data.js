@@ -1,6 +1,6 @@
 // Keeps the server's answers as steps, requests in lanes, and gaps.
 
-const MAX_STEPS = 4000; // beyond so many the oldest are forgotten
+const MAX_STEPS = 4000; // beyond it the oldest are forgotten
 
 export class Data {
   constructor() {
