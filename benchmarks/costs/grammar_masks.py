@@ -33,7 +33,13 @@ WIDE = {
     "required": [f"p{i}" for i in range(100)],
     "additionalProperties": False,
 }
-SCHEMAS = {"three properties": PERSON, "any object": {"type": "object"}, "100 properties": WIDE}
+SHORT = {"type": "array", "items": {"type": "string", "maxLength": 80}}
+SCHEMAS = {
+    "three properties": PERSON,
+    "any object": {"type": "object"},
+    "100 properties": WIDE,
+    "strings of 80 characters": SHORT,
+}
 
 
 def measure(vocabulary: Vocabulary, grammar: Grammar) -> str:

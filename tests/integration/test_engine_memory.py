@@ -76,3 +76,44 @@ def test_recording_a_step_imports_no_compiler() -> None:
     """Torch's takes 74 MB, and 142 with Triton."""
     done = subprocess.run([sys.executable, "-c", RECORDING], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+IMPORTS = """
+import sys
+from roseinfer.runtime.stand_ins import forget_stand_ins, stand_in
+
+stand_in("torch._meta_registrations")
+import torch
+
+forget_stand_ins()
+assert not any(name.startswith("torch._refs") for name in sys.modules)
+assert torch.ones(2, 3).T.contiguous().view(-1).tolist() == [1.0] * 6
+from torch._meta_registrations import meta_index_Tensor  # as torch's compiler does
+
+assert torch.empty(4, device="meta").sort().values.shape == (4,)
+assert torch._meta_registrations.meta_index_Tensor is meta_index_Tensor
+"""
+
+
+def test_torch_is_whole_again_when_what_was_put_off_is_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+async def test_an_engine_imports_no_python_code_for_tensors_without_numbers() -> None:
+    program = """
+import sys
+from roseinfer import wiring
+
+def build(config, on_progress):
+    engine = wiring.build_engine(config, on_progress)
+    assert not sys.modules.keys() & {"torch._meta_registrations", "torch._refs"}
+    return engine
+
+raise SystemExit(wiring.engine_main(int(sys.argv[1]), build))
+"""
+    transport = ProcessTransport(Config(), ("-c", program))
+    try:
+        await start(transport)
+    finally:
+        await transport.close()

@@ -4,20 +4,20 @@ The weights stay where they are, in the mapped files and in the type of the file
 code of a checkpoint is ever run.
 """
 
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
+import torch._meta_registrations  # for tensors without numbers; `wiring.py` keeps it out of other engines
 import transformers
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from roseinfer.errors import ConfigError
 from roseinfer.model.weights.checkpoint import Checkpoint
+from roseinfer.runtime.stand_ins import forget_stand_ins, stand_in
 
 # Our functions among transformers' own. In steps there is none for masks: for each it would look at the positions.
 IN_STEPS, IN_FIRST_PASS = "roseinfer", "roseinfer_first_pass"
@@ -33,32 +33,6 @@ _MARKS = frozenset(
 )
 
 
-class _Compiler(ModuleType):
-    """Stands for a module of torch's compiler, which is imported when more is asked of it than marks."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__ = []  # as a package has
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _MARKS:
-            return _unmarked
-        if name.startswith("__"):
-            raise AttributeError(name)
-        _forget_stand_ins()
-        return getattr(importlib.import_module(self.__name__), name)
-
-
-def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
-    return _unmarked if function is None else function
-
-
-def _forget_stand_ins() -> None:
-    for name in _COMPILER_MODULES:
-        if isinstance(sys.modules.get(name), _Compiler):
-            del sys.modules[name]
-
-
 @contextmanager
 def sparing_imports() -> Iterator[None]:
     """Keeps transformers from importing torch's compiler, for decorators, and tensors spread over machines.
@@ -66,13 +40,13 @@ def sparing_imports() -> Iterator[None]:
     The first takes 106 MB and a second, the second 15 MB.
     """
     if _COMPILER_MODULES[0] not in sys.modules:
-        sys.modules.update({name: _Compiler(name) for name in _COMPILER_MODULES})
+        stand_in(*_COMPILER_MODULES, marks=_MARKS)
     is_available, torch.distributed.is_available = torch.distributed.is_available, _is_not_available
     try:
         yield
     finally:
         torch.distributed.is_available = is_available
-        _forget_stand_ins()
+        forget_stand_ins()
 
 
 def _is_not_available() -> bool:
