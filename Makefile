@@ -86,7 +86,7 @@ first-hour: ## tests, sanitizer, benchmarks and rivals on a new GPU, offline, in
 	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH $(PYTHON) -m benchmarks.suite gpu $(ARGS)
 
 bench-gpu: ## the GPU's benchmarks alone: PYTHON=python3 make bench-gpu
-	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH $(PYTHON) -m benchmarks.suite gpu --parts roofs,block_info,streams,decode,bursts,served $(ARGS)
+	PYTHONPATH=$(CURDIR)/src:$$PYTHONPATH $(PYTHON) -m benchmarks.suite gpu --parts roofs,search,block_info,streams,decode,bursts,served $(ARGS)
 
 bench-streaming: .venv/.kernels ## 64 streams, 20 ms apart, 128 tokens each, through the engine
 	$(BIN)/roseinfer bench streaming --prompt Hello --pretok --num-requests 64 --submit-interval-ms 20 --submit-schedule absolute --max-batch-size 64 --prefill-max-batch-size 64 --max-new-tokens 128 --no-stop-on-eos --no-prefix-cache --stream-interval 8 $(ARGS)

@@ -23,7 +23,7 @@ from benchmarks.workloads import GPT2_WORKLOADS, QWEN3_WORKLOADS
 
 PARTS = {
     "cpu": ("roofs", "decode", "served", "peers", "linears", "start", "speculation", "mixed", "qwen3"),
-    "gpu": ("tests", "sanitizer", "roofs", "block_info", "streams", "decode", "bursts", "served"),
+    "gpu": ("tests", "sanitizer", "roofs", "search", "block_info", "streams", "decode", "bursts", "served"),
 }
 STREAM_FIGURES = [
     *("tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "ITL p50", "ITL p95", "ITL p99", "Submit lag p99"),

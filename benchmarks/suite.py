@@ -54,14 +54,17 @@ SUITES = {
         "qwen3": Part("benchmarks.qwen3", 2400, ("peers",)),
     },
     "gpu": {
-        "tests": Part("benchmarks.gpu.checks", 600, ("device",)),
-        "sanitizer": Part("benchmarks.gpu.checks", 420, ("device",), ("--sanitizer", "--limit-s", "380")),
+        "tests": Part("benchmarks.gpu.checks", 540, ("device",)),
+        "sanitizer": Part("benchmarks.gpu.checks", 360, ("device",), ("--sanitizer", "--limit-s", "320")),
         "roofs": Part("benchmarks.roofs", 90, ("device",)),
+        "search": Part(
+            "benchmarks.gpu.search", 420, ("device",), ("--write",)
+        ),  # the parts behind it run with its finds
         "block_info": Part("benchmarks.costs.block_info", 60),
-        "streams": Part("benchmarks.gpu.streams", 780, ("model", "device")),
+        "streams": Part("benchmarks.gpu.streams", 720, ("model", "device")),
         "decode": Part("benchmarks.decode_step", 480, ("model", "device"), ("--ablations",)),
-        "bursts": Part("benchmarks.gpu.bursts", 420, ("model", "device")),
-        "served": Part("benchmarks.served", 600, ("model", "device", "peers"), ("--precisions", "bfloat16")),
+        "bursts": Part("benchmarks.gpu.bursts", 360, ("model", "device")),
+        "served": Part("benchmarks.served", 540, ("model", "device", "peers"), ("--precisions", "bfloat16")),
     },
 }
 DIRECTORIES = {"cpu": Path("build/bench"), "gpu": Path("build/bench-gpu")}

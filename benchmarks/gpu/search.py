@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from benchmarks.gpu.kernels import LayerKernels
 from benchmarks.gpu.performance_model import MODELS, Model
-from roseinfer.model.triton_kernels import linear, pointwise, tunings
+from roseinfer.model.triton_kernels import linear, paging, pointwise, tunings
 from roseinfer.model.triton_kernels.tunings import DecodeTuning, Tunings
 
 BATCHES, CONTEXTS = (1, 4, 16, 64), (128, 512, 2048)
@@ -41,7 +41,7 @@ SIGNIFICANT = 0.03
 _COLD_BYTES = 256 << 20  # several times an L2 cache
 _MAX_LAYERS = 32
 _NUM_REPLAYS = 10
-TINY = Model(1, 32, 2, 1, 16, 64, 64)
+TINY = Model(1, 32, 2, 1, 24, 64, 64)
 
 Call = Callable[[], object]
 
@@ -99,7 +99,8 @@ def search_decode(model: Model, device: torch.device, *, is_quick: bool) -> tupl
     best = min(shares, key=shares.__getitem__)
     if shares[best] > 1 - SIGNIFICANT:
         best = rule
-    key = tunings.decode_key(heads.num_heads // heads.num_kv_heads, heads.head_dim, torch.bfloat16)
+    padded = paging.heads_of(heads)
+    key = tunings.decode_key(padded.group.value, padded.padded_dim.value, torch.bfloat16)
     return key, {"best": msgspec.to_builtins(best), "share": shares[best], "is_rule": best == rule, "us": times[rule]}
 
 
@@ -158,10 +159,9 @@ def main() -> int:
             key, row = search(model, device, is_quick=is_quick)
             results[part][key] = row
             print(f"  {name}, {part} ({key}): {row['best']}", flush=True)
-    if arguments.write and not is_quick:
-        name = torch.cuda.get_device_properties(device).name
-        write(name, measured(results), Path(tunings.__file__).with_name(tunings.FILE_NAME))
-    sitting.write(arguments.out, results)
+        if arguments.write and not is_quick:  # what is found is kept, also if there is no time for the rest
+            write(tunings.device_name(device), measured(results), Path(tunings.__file__).with_name(tunings.FILE_NAME))
+        sitting.write(arguments.out, results)
     return 0
 
 

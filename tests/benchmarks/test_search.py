@@ -32,6 +32,7 @@ def interpreter() -> Iterator[Worker]:
 
 def test_it_measures_the_rule_and_candidates(interpreter: Worker) -> None:
     found = interpreter.call(results)
+    assert list(found["decode"]) == ["group 2, dim 32, bfloat16"], "of heads of 24, as the engine pads them"
     [decode], [linear] = found["decode"].values(), found["linear"].values()
     assert decode["share"] <= 1.0  # type: ignore[index]
     assert linear["best"] in {0, 4}  # type: ignore[index]

@@ -2,12 +2,13 @@
 
 import importlib.util
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +30,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]  # those of
 
 
 @pytest.fixture(autouse=True, scope="module")
-def ray_is_installed() -> None:
+def ray_is_installed() -> Iterator[None]:
+    """Takes back what an import of Ray changes for the whole process: what makes log records."""
+    factory = logging.getLogRecordFactory()
     if importlib.util.find_spec("ray") is None:
         go_without("ray is not installed; `make .venv/.ray` does it")
+    yield
+    logging.setLogRecordFactory(factory)
 
 
 def environment() -> dict[str, str]:
