@@ -209,12 +209,12 @@ def command_of(source: Path, output: Path) -> list[str]:
 
 
 def test_killed_twice_it_makes_the_same_file(run: Callable[..., tuple[Answers, Answers]], tmp_path: Path) -> None:
-    given = [chat(str(i), f"Count to {i}", max_completion_tokens=24) for i in range(400)]
+    given = [chat(str(i), f"Count to {i}", max_completion_tokens=4) for i in range(2000)]
     answers, _ = run(given)
     source, output = write(tmp_path / "killed.in.jsonl", given), tmp_path / "killed.jsonl"
     journal = tmp_path / "killed.jsonl.partial"
     command = command_of(source, output)
-    for least in (20, 150):
+    for least in (200, 1100):
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
             deadline = time.monotonic() + 60
             while (journal.read_bytes().count(b"\n") if journal.exists() else 0) < least:

@@ -167,8 +167,24 @@ async def answer_all(file: Path, num_lines: int, journal: Journal, config: Confi
         await engine.start()
     be_nicer(FRONT_END_NICENESS if config.engine.transport == "process" else 0)
     try:
-        lines, tally.began_ns = chain([first], lines), time.monotonic_ns()
-        tally.num_at_once = config.scheduler.limits.max_active_seqs
+        await answer_with(engine, chain([first], lines), file, num_lines, journal, config, tally)
+    finally:
+        await engine.close()
+
+
+async def answer_with(
+    engine: LineEngine,
+    lines: Iterator[tuple[int, bytes]],
+    file: Path,
+    num_lines: int,
+    journal: Journal,
+    config: Config,
+    tally: Tally,
+) -> None:
+    """Answer lines of a file by an engine that has started. Raises EngineError."""
+    tally.began_ns = time.monotonic_ns()
+    tally.num_at_once = config.scheduler.limits.max_active_seqs
+    try:
         with Progress(f"answering {file}", total=num_lines, done=tally.num_before) as progress:
             async with asyncio.TaskGroup() as workers:
                 for _ in range(2 * config.scheduler.limits.max_active_seqs):
@@ -177,8 +193,6 @@ async def answer_all(file: Path, num_lines: int, journal: Journal, config: Confi
                     )
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
-    finally:
-        await engine.close()
 
 
 async def _work(

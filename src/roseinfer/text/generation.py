@@ -103,7 +103,8 @@ class Generation:
             Choice(i, tokenizer, timeline, wanted.output, wanted.prompts[i // wanted.best_of])
             for i, timeline in enumerate(timelines)
         ]
-        self.outputs = client.generate(requests, timelines)  # may raise EngineError while it is read
+        is_streamed = wanted.stream_interval is not None or bool(wanted.output.stop)  # which may end the text anywhere
+        self.outputs = client.generate(requests, timelines, is_streamed=is_streamed)  # reading it may raise EngineError
         self._wanted = wanted
         self._client = client
         self._by_id = {request.request_id: choice for request, choice in zip(requests, self.choices, strict=True)}

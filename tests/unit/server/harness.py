@@ -129,6 +129,7 @@ class ScriptedEngine:
         self.reply = reply
         self.engine_info = info or engine_info()
         self.requests: list[Request] = []
+        self.are_streamed: list[bool] = []  # of each call of `generate`
         self.aborted: list[str] = []
         self.opened: list[RequestTimeline] = []
         self.closed: list[RequestTimeline] = []
@@ -190,8 +191,9 @@ class ScriptedEngine:
             await self._arrival.wait()
 
     async def generate(
-        self, requests: Sequence[Request], timelines: Sequence[RequestTimeline]
+        self, requests: Sequence[Request], timelines: Sequence[RequestTimeline], *, is_streamed: bool = True
     ) -> AsyncGenerator[list[TokenOutput], None]:
+        self.are_streamed.append(is_streamed)
         mailbox: asyncio.Queue[list[TokenOutput] | RoseinferError] = asyncio.Queue()
         for request, timeline in zip(requests, timelines, strict=True):
             assert request.request_id == timeline.request_id

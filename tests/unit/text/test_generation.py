@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
@@ -109,6 +110,18 @@ async def test_a_step_makes_one_delta_for_each_choice_and_a_stop_string_ends_its
     assert generation.counts.prompt == 1
     assert generation.counts.generated == 4 + 4
     assert [choice.finish_reason for choice in generation.best_choices()] == [stop, length]
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_streamed"),
+    [({}, False), ({"stream_interval": 1}, True), ({"output": OutputOptions(stop=("x",))}, True)],
+)
+async def test_only_a_stream_and_a_stop_string_need_each_token_as_it_comes(
+    fields: dict[str, Any], is_streamed: bool
+) -> None:
+    engine, generation = await running(wanted("x", **fields))
+    await asyncio.gather(generation.run(), play(engine, [step("a", 0, reason=FinishReason.LENGTH)], 1))
+    assert engine.are_streamed == [is_streamed]
 
 
 async def test_a_reader_that_leaves_ends_what_is_left() -> None:

@@ -50,12 +50,14 @@ MAX_WAITING = 1 << 20  # tokens and log-probabilities that were not taken: a hun
 class Mailbox:
     """Outputs for one `generate` call: a list to take, and one wake-up for all in it.
 
-    The engine waits for no reader. What a reader does not take is kept up to a bound; then all of it is dropped.
+    Without `is_streamed` the wake-up waits for the end of a sequence, or until there are MAX_TAKEN outputs. The engine
+    waits for no reader. What a reader does not take is kept up to a bound; then all of it is dropped.
     """
 
-    __slots__ = ("_arrived", "_error", "_has_more", "_num_waiting", "_outputs")
+    __slots__ = ("_arrived", "_error", "_has_more", "_is_streamed", "_num_waiting", "_outputs")
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_streamed: bool = True) -> None:
+        self._is_streamed = is_streamed
         self._outputs: list[TokenOutput] = []
         self._has_more = False  # than the last list had
         self._num_waiting = 0
@@ -70,7 +72,9 @@ class Mailbox:
         if self._num_waiting > MAX_WAITING:
             self._outputs.clear()
             self._error = SlowReader("The answer was read so slowly that what waited for it became too much to keep.")
-        self._arrived.set()
+            self._arrived.set()
+        elif self._is_streamed or output.finish_reason is not None or len(self._outputs) >= MAX_TAKEN:
+            self._arrived.set()
 
     def fail(self, error: RoseinferError) -> None:
         self._error = error
@@ -226,9 +230,9 @@ class AsyncEngine:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     async def generate(
-        self, requests: Sequence[Request], timelines: Sequence[RequestTimeline]
+        self, requests: Sequence[Request], timelines: Sequence[RequestTimeline], *, is_streamed: bool = True
     ) -> AsyncGenerator[list[TokenOutput], None]:
-        mailbox = Mailbox()
+        mailbox = Mailbox(is_streamed=is_streamed)
         unfinished: set[str] = set()
         try:
             for request, timeline in zip(requests, timelines, strict=True):

@@ -49,10 +49,11 @@ class EngineClient(Protocol):
         """Report a received request to the observers. Each opened timeline must be closed exactly once."""
 
     def generate(
-        self, requests: Sequence[Request], timelines: Sequence[RequestTimeline]
+        self, requests: Sequence[Request], timelines: Sequence[RequestTimeline], *, is_streamed: bool = True
     ) -> AsyncGenerator[list[TokenOutput], None]:
         """Run the requests and yield their outputs as they come, all that is due in one list.
 
+        Without `is_streamed` they are due when a sequence ends, or some hundreds have come: no token wakes a reader.
         `timelines[i]`, already open, belongs to `requests[i]` and gets the engine's stamps. The generator ends after
         the last request finished. Closing it early (cancellation, `aclose`) aborts the unfinished ones. Raises
         EngineFailed or EngineDead when the engine goes down, SlowReader when too many outputs were not taken.

@@ -374,6 +374,26 @@ async def test_all_that_came_is_taken_in_order_and_others_have_their_turn_betwee
     assert numbers(await mailbox.take_outputs()) == [1]
 
 
+async def test_a_reader_of_whole_answers_is_woken_by_an_end_or_by_many_outputs() -> None:
+    mailbox = Mailbox(is_streamed=False)
+    taking = asyncio.create_task(mailbox.take_outputs())
+    for number in range(MAX_TAKEN - 1):
+        mailbox.put_output(token_output(number))
+        await asyncio.sleep(0)
+    assert not taking.done()
+    mailbox.put_output(token_output(MAX_TAKEN - 1))
+    assert numbers(await taking) == [*range(MAX_TAKEN)]
+    taking = asyncio.create_task(mailbox.take_outputs())
+    mailbox.put_output(token_output(1))
+    await asyncio.sleep(0)
+    assert not taking.done()
+    mailbox.put_output(TokenOutput("a", [2], None, FinishReason.LENGTH))
+    assert numbers(await taking) == [1, 2]
+    mailbox.put_output(token_output(3))
+    mailbox.fail(EngineDead("gone"))
+    assert numbers(await mailbox.take_outputs()) == [3]
+
+
 async def test_an_error_comes_after_all_that_was_before_it() -> None:
     mailbox = Mailbox()
     for number in range(MAX_TAKEN + 1):
