@@ -22,9 +22,10 @@ from roseinfer.server.api.unserved import (
     Unserved,
 )
 from roseinfer.server.connection.body import FEW_VALUES
+from roseinfer.server.openai.chat_schema import ChatBody
 from roseinfer.server.openai.embeddings import EmbeddingsBody
 from roseinfer.server.openai.responses_schema import ResponseBody
-from roseinfer.server.openai.schema import ChatBody, CompletionBody, GenerationBody
+from roseinfer.server.openai.schema import CompletionBody, GenerationBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 
 LIMITS = {

@@ -300,7 +300,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     pid: int = 0  # of the engine's process; 0 where nothing computes
     block_size: int
     num_blocks: int
-    graph_sizes: list[int] = []  # rows of the CUDA graphs that decode steps run in; empty without graphs
+    decode_graph_sizes: list[int] = []  # rows of the CUDA graphs that decode steps run in; empty without graphs
     prompt_graph_sizes: list[tuple[int, int]] = []  # tokens and rows of those that steps with prompts run in
     graph_bytes: int = 0  # of the GPU's memory that the graphs took before the engine was ready
     max_graph_bytes: int = 0  # that they may take; 0 before the first capture

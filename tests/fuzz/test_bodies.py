@@ -10,8 +10,9 @@ from roseinfer.server.anthropic.schema import CountBody, MessagesBody
 from roseinfer.server.api.errors import error_body
 from roseinfer.server.api.fields import ModelBody
 from roseinfer.server.api.parsing import _parse_loosely, parse_body
+from roseinfer.server.openai.chat_schema import ChatBody
 from roseinfer.server.openai.responses_schema import ResponseBody
-from roseinfer.server.openai.schema import ChatBody, CompletionBody
+from roseinfer.server.openai.schema import CompletionBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 from tests.fuzz.mutations import corpus, mutated
 

@@ -172,8 +172,10 @@ def test_the_log_names_captures_and_their_memory(load: LoadRunner) -> None:
     told: list[tuple[LifecycleState, str, str]] = []
     info = load(told=told).info
     phrases = [phrase for _, stage, phrase in told if stage == "cuda_graphs"]
-    num_graphs = len(info.graph_sizes) + len(info.prompt_graph_sizes)
-    assert [int(phrase.split()[0]) for phrase in phrases][: len(info.graph_sizes)] == info.graph_sizes[::-1]
+    num_graphs = len(info.decode_graph_sizes) + len(info.prompt_graph_sizes)
+    assert [int(phrase.split()[0]) for phrase in phrases][: len(info.decode_graph_sizes)] == info.decode_graph_sizes[
+        ::-1
+    ]
     assert len(phrases) == num_graphs
     assert 0 < info.graph_bytes <= info.max_graph_bytes
 

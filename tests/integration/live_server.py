@@ -128,7 +128,7 @@ async def live(
     client = AsyncEngine(transport, hub, 30.0)
     await client.start(lambda _: None)
     flight.engine_info = client.info
-    attribution.set_graphs(has_graphs=bool(client.info.graph_sizes))
+    attribution.set_graphs(has_graphs=bool(client.info.decode_graph_sizes))
     service = Service(config, client, hub, None, ledgers_of(attribution))
     service.open(text_model())
     instruments = Instruments(pages=_pages(metrics), ledgers=ledgers_of(attribution))

@@ -127,7 +127,7 @@ def has_grown(steps: dict[int, StepRecord], step_id: int) -> bool:
 async def test_a_step_without_a_graph() -> None:
     troubled = TroubledEngine()
     engine = troubled.engine
-    engine.info = msgspec.structs.replace(engine.info, graph_sizes=[8])
+    engine.info = msgspec.structs.replace(engine.info, decode_graph_sizes=[8])
     launch = engine.runner.launch
 
     def launch_graph(batch: ScheduledBatch, watch: Watch) -> Launched:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from roseinfer.server.connection.body import FEW_VALUES, INLINE_BYTES
-from roseinfer.server.openai.schema import ToolCall
+from roseinfer.server.openai.chat_schema import ToolCall
 from roseinfer.text.tokenizer.tokenizer import INLINE_CHARS
 from tests.integration.test_http_tools import HERMES
 from tests.unit.server.harness import Answer, ScriptedEngine, engine_info, says, serving, text_model

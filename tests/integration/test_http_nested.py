@@ -4,11 +4,7 @@ import pytest
 
 from roseinfer.errors import InvalidRequest
 from roseinfer.server.api.fields import StructuredOutputs
-from roseinfer.server.openai.schema import (
-    CompletionBody,
-    JsonSchemaFormat,
-    ResponseFormat,
-)
+from roseinfer.server.openai.schema import CompletionBody, JsonSchemaFormat, ResponseFormat
 from roseinfer.text.answers.functions import Function
 from roseinfer.text.answers.tool_formats import FORMATS
 from roseinfer.text.answers.tool_use import ToolUse

@@ -20,7 +20,8 @@ from roseinfer.errors import (
     RequestError,
     UnknownRequest,
 )
-from roseinfer.llm.llm import LLM, Stream
+from roseinfer.llm.llm import LLM
+from roseinfer.llm.streams import Stream
 from roseinfer.messages import Grammar, Request, SamplingDefaults, SamplingParams
 from roseinfer.records import FinishReason, RequestTimeline
 from roseinfer.text.answers.reasoning import Thinking

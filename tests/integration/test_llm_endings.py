@@ -13,7 +13,8 @@ import tokenizers
 
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.errors import EngineDead, EngineError, RequestTimeout, SequenceFailed
-from roseinfer.llm.llm import LLM, Stream
+from roseinfer.llm.llm import LLM
+from roseinfer.llm.streams import Stream
 from roseinfer.messages import Grammar, Request, TokenOutput
 from roseinfer.records import FinishReason, RequestTimeline
 from roseinfer.text.choice import Choice
@@ -180,7 +181,7 @@ def test_what_nobody_foresaw_is_logged_where_all_have_ended(
         assert len(llm.result(llm.submit("Hello", greedy(3))).token_ids) == 3
         until(lambda: not num_driven(llm))
     [record] = caplog.records
-    assert (record.name, record.levelname) == ("roseinfer.llm.llm", "ERROR")
+    assert (record.name, record.levelname) == ("roseinfer.llm.streams", "ERROR")
     assert "a mistake of ours" in caplog.text
 
 

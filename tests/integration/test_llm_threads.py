@@ -13,7 +13,8 @@ import tokenizers
 
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.errors import EngineDead
-from roseinfer.llm.llm import LLM, Stream
+from roseinfer.llm.llm import LLM
+from roseinfer.llm.streams import Stream
 from roseinfer.messages import Grammar
 from roseinfer.records import FinishReason, RequestTimeline
 from roseinfer.text.tokenizer.tokenizer import INLINE_CHARS

@@ -29,8 +29,9 @@ from roseinfer.server.api.fields import EngineBody, SamplingBody
 from roseinfer.server.api.parsing import check_model, parse_body
 from roseinfer.server.api.respond import Dialect, Head, Job, generation_request
 from roseinfer.server.openai import chat, completions, embeddings, responses
+from roseinfer.server.openai.chat_schema import ChatBody
 from roseinfer.server.openai.responses_schema import ResponseBody
-from roseinfer.server.openai.schema import ChatBody, CompletionBody
+from roseinfer.server.openai.schema import CompletionBody
 from roseinfer.text.generation import NUM_SEEDS, Generation, GenerationRequest
 from roseinfer.text.grammar.checker import MAX_WAITING, GrammarChecker
 from roseinfer.text.served_model import ServedModel

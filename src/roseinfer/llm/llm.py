@@ -12,14 +12,11 @@ import sys
 import threading
 import time
 import uuid
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Annotated, Any, Self, TypeGuard, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,15 +26,24 @@ from msgspec import Meta
 from roseinfer import wiring
 from roseinfer.config.options import Config, shown
 from roseinfer.errors import (
-    ConfigError,
     EngineError,
     InvalidRequest,
     Overloaded,
     PromptName,
     RequestError,
     RoseinferError,
-    UnknownRequest,
 )
+from roseinfer.llm.arguments import (
+    Message,
+    Prompt,
+    as_prompt,
+    as_prompts,
+    as_stops,
+    check_params,
+    check_settings,
+    with_text,
+)
+from roseinfer.llm.streams import Stream, Streams, as_error
 from roseinfer.messages import (
     EngineInfo,
     Grammar,
@@ -62,177 +68,9 @@ from roseinfer.text.templates import NO_VARIABLES, read_chosen_template
 from roseinfer.text.text_model import TextModel
 from roseinfer.text.tokenizer.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
 T = TypeVar("T")
 
-NUM_KEPT_TIMELINES = 4096
-
 _log = logging.getLogger(__name__)
-
-
-class _TextPart(msgspec.Struct, tag_field="type", tag="text"):
-    text: str
-
-
-class _Message(msgspec.Struct):
-    """What is checked of a message; the rest is for the chat template."""
-
-    role: str
-    content: str | list[_TextPart] | None = None
-
-
-def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with a text as its content, as chat templates read it and the server writes it."""
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return message
-    return {**message, "content": "\n".join(part["text"] for part in content)}
-
-
-def as_prompts(given: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts; one text or one list of token ids becomes a list of one. Raises InvalidRequest."""
-    if isinstance(given, str):
-        return [given]
-    if not _has_an_order(given):
-        raise InvalidRequest(
-            f"`prompts`: expected a text, a list of token ids, or a list of these; got {shown(given)}.", param="prompts"
-        )
-    items: list[Any] = list(given)
-    return [items] if items and isinstance(items[0], int) else items
-
-
-def as_prompt(given: Prompt, name: str) -> str | list[int]:
-    """A prompt as text or list, whose items are not checked. Raises InvalidRequest that calls it `name`."""
-    if isinstance(given, str):
-        check_text(given, name)
-        return given
-    if not _has_an_order(given):
-        raise InvalidRequest(f"`{name}`: expected a text or a list of token ids; got {shown(given)}.", param=name)
-    return list(given)
-
-
-def as_stops(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Stop strings; one text becomes a tuple of one. Raises InvalidRequest for an empty text or another type."""
-    if not isinstance(given, str) and not _has_an_order(given):
-        raise InvalidRequest(f"`stop`: expected a text or a list of texts; got {shown(given)}.", param="stop")
-    named = [("stop", given)] if isinstance(given, str) else [(f"stop[{i}]", text) for i, text in enumerate(given)]
-    for name, text in named:
-        check_text(text, name)
-        if not text:
-            raise InvalidRequest(f"`{name}` is empty.", param=name)
-    return tuple(text for _, text in named)
-
-
-def check_params(given: SamplingParams | None) -> None:
-    """Raises InvalidRequest for what are no parameters, and for log-probabilities of prompts."""
-    if given is None:
-        return
-    if not isinstance(given, SamplingParams):
-        raise InvalidRequest(f"`params`: expected SamplingParams; got {shown(given)}.", param="params")
-    if given.num_prompt_logprobs is not None:
-        raise InvalidRequest(
-            "`num_prompt_logprobs`: `LLM` has no log-probabilities of prompts; a server has, for `echo`.",
-            param="num_prompt_logprobs",
-        )
-
-
-def check_settings(config: object, observers: object, **numbers: int | None) -> None:
-    """Check the arguments of the constructor; `max_inflight` is at least 1 or None. Raises ConfigError."""
-    if not isinstance(config, Config):
-        raise ConfigError(f"expected a Config; got {shown(config)}.", param="config")
-    if not isinstance(observers, Sequence) or not all(isinstance(observer, Observer) for observer in observers):
-        raise ConfigError(f"expected a list of observers; got {shown(observers)}.", param="observers")
-    kinds = {"tokenize_workers": Annotated[int, Meta(ge=0)], "max_inflight": Annotated[int, Meta(ge=1)] | None}
-    for name, number in numbers.items():
-        try:
-            check_value(number, kinds[name], name)
-        except InvalidRequest as error:
-            raise ConfigError(error.message, param=name) from None
-
-
-def _has_an_order(given: object) -> TypeGuard[Iterable[Any]]:
-    """It is a list, or like one. A mapping or a set is iterable too, but is no list of prompts."""
-    return isinstance(given, Iterable) and not isinstance(given, str | bytes | bytearray | Mapping | AbstractSet)
-
-
-@dataclass(slots=True)
-class Stream:
-    """One request: the queue of what it has generated, and how far it is."""
-
-    timeline: RequestTimeline
-    logprobs: list[TokenLogprobs] | None = None  # of its tokens, and maybe of some behind its end
-    has_place: bool = False  # one of `max_inflight`, given back at its end
-    is_aborted: bool = False
-    is_finished: bool = False
-    # Behind the last delta is the end: an error, which readers raise, or None.
-    deltas: SimpleQueue[Delta | RoseinferError | None] = field(default_factory=SimpleQueue)
-
-    def iter_deltas(self) -> Generator[Delta, None, None]:
-        """Deltas as they come, each to one reader. At the end every reader raises the error."""
-        while isinstance(delta := self.deltas.get(), Delta):
-            yield delta
-        self.deltas.put(delta)
-        if delta is not None:
-            raise delta
-
-
-class Streams:
-    """Streams by the id of their request, until the last piece is read; then their timelines, for a while.
-
-    Any thread may call any method; what it finds does not depend on what another thread is removing.
-    """
-
-    def __init__(self) -> None:
-        self._streams: dict[str, Stream] = {}
-        self._timelines: OrderedDict[str, RequestTimeline] = OrderedDict()  # of removed streams
-
-    def add_streams(self, streams: Iterable[Stream]) -> None:
-        self._streams.update((stream.timeline.request_id, stream) for stream in streams)
-
-    def find(self, request_id: str) -> Stream:
-        """Raises UnknownRequest for an id without a stream, or InvalidRequest for what is no id."""
-        check_value(request_id, str, "request_id")
-        stream = self._streams.get(request_id)
-        if stream is None:
-            message = f"There is no request {shown(request_id)} here, or what it generated has been taken already."
-            raise UnknownRequest(message, param="request_id")
-        return stream
-
-    def remove(self, request_id: str) -> Stream | None:
-        """Remove the stream and return it, if there is one. Raises InvalidRequest for what is no id."""
-        check_value(request_id, str, "request_id")
-        stream = self._streams.get(request_id)
-        if stream is not None:
-            self._timelines[request_id] = stream.timeline  # first, so that the timeline is found at any moment
-            while len(self._timelines) > NUM_KEPT_TIMELINES:
-                self._timelines.popitem(last=False)
-            self._streams.pop(request_id, None)
-        return stream
-
-    def timeline(self, request_id: str) -> RequestTimeline:
-        """The timeline of a stream, or of one removed not too long ago. Raises what `find` does."""
-        try:
-            return self.find(request_id).timeline
-        except UnknownRequest:
-            if (timeline := self._timelines.get(request_id)) is None:
-                raise
-            return timeline
-
-
-def as_error(raised: BaseException | None, streams: Iterable[Stream]) -> RoseinferError | None:
-    """The error for the callers of the streams: an unforeseen one is the cause of an EngineError; None without one.
-
-    Where all streams have ended, no caller is left to raise it, so it is logged.
-    """
-    if raised is None or isinstance(raised, asyncio.CancelledError):
-        return None
-    if all(stream.is_finished for stream in streams):
-        _log.error("something failed when its requests had ended", exc_info=raised)
-    if isinstance(raised, RoseinferError):
-        return raised
-    error = EngineError(f"The request met an unforeseen {type(raised).__name__}.")
-    error.__cause__ = raised
-    return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,7 +260,7 @@ class LLM:
         a list of parts `{"type": "text", "text": …}`. `variables` are those of the template, and go before what
         `thinking` says. A grammar applies behind the thoughts.
         """
-        check_value(messages, Annotated[list[_Message], Meta(min_length=1)], "messages")
+        check_value(messages, Annotated[list[Message], Meta(min_length=1)], "messages")
         if not isinstance(thinking, Thinking):
             raise InvalidRequest(f"`thinking`: expected Thinking; got {shown(thinking)}.", param="thinking")
         check_value(thinking.effort, Effort | None, "thinking.effort")
@@ -432,7 +270,7 @@ class LLM:
         check_value(msgspec.structs.asdict(wanted.params), SamplingParams)
         grammar = wanted.params.grammar
         conversation = Conversation(
-            turns=lambda: [_with_text(message) for message in messages],
+            turns=lambda: [with_text(message) for message in messages],
             num_chars=sum(len(str(message)) for message in messages),
             form=None if grammar is None else (grammar, "grammar"),
             variables=variables,

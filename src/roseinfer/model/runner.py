@@ -35,7 +35,7 @@ from roseinfer.model.loading import LoadedModel, OnProgress, load_model
 from roseinfer.model.pooling import pool, to_host
 from roseinfer.model.sampling.logprobs import Logprobs, PromptScores
 from roseinfer.model.sampling.sampler import Sampler
-from roseinfer.model.steps.graphs import CudaGraphs, GraphSize, graph_sizes, prompt_graph_sizes
+from roseinfer.model.steps.graphs import CudaGraphs, GraphSize, decode_graph_sizes, prompt_graph_sizes
 from roseinfer.model.steps.replay import Replays
 from roseinfer.model.steps.staging import InputStaging, StagedStep, StagingSizes
 from roseinfer.model.steps.warm_up_batches import WARM_UP_KINDS, decode_batch, largest_draw, masked_draw, prompt_batch
@@ -170,7 +170,9 @@ class ModelRunner:
         is_capturable, kernels = loaded.attention.is_capturable and loaded.model.is_capturable, loaded.placement.kernels
         self._replay = Replays(loaded.model.forward, kernels) if kernels is not None and is_capturable else None
         if config.cuda_graphs != "off" and not stream.is_host and is_capturable:
-            decode = [GraphSize(num_rows, num_rows, is_decode=True) for num_rows in graph_sizes(limits.max_decode_rows)]
+            decode = [
+                GraphSize(num_rows, num_rows, is_decode=True) for num_rows in decode_graph_sizes(limits.max_decode_rows)
+            ]
             prompts = [GraphSize(*size) for size in prompt_graph_sizes(limits.max_tokens, num_slots)]
             self._graphs = CudaGraphs(stream, (*decode, *prompts), partial(self._stage_graph, None), self._compute)
             self._report_graphs(self._graphs)
@@ -347,7 +349,7 @@ class ModelRunner:
         decode, prompts = graphs.sizes(is_decode=True), graphs.sizes(is_decode=False)
         self.info = msgspec.structs.replace(
             self.info,
-            graph_sizes=[size.num_rows for size in decode],
+            decode_graph_sizes=[size.num_rows for size in decode],
             prompt_graph_sizes=[(size.num_tokens, size.num_rows) for size in prompts],
             graph_bytes=graphs.num_bytes,
             max_graph_bytes=graphs.max_bytes or 0,
@@ -385,7 +387,7 @@ class ModelRunner:
         """Numbers of rows of one token to run steps with, decoding or ends of prompts: one for each GPU kernel."""
         if self._is_host:
             return {self._limits.max_decode_rows}
-        return {*graph_sizes(self._limits.max_decode_rows), *graph_sizes(self._limits.num_slots)}
+        return {*decode_graph_sizes(self._limits.max_decode_rows), *decode_graph_sizes(self._limits.num_slots)}
 
     def _prompt_batch(self, num_tokens: int, bindings: tuple[SlotBinding, ...] = ()) -> ScheduledBatch:
         return prompt_batch(num_tokens, self.info.max_model_len - 1, self._limits.num_slots, bindings)

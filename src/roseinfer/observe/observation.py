@@ -133,7 +133,7 @@ class Observation:
         """Takes what the engine turned out to be; `is_new` when it is ready just now."""
         self.metrics.set_engine_info(info)
         self.flight.engine_info = info
-        self.attribution.set_graphs(has_graphs=bool(info.graph_sizes))
+        self.attribution.set_graphs(has_graphs=bool(info.decode_graph_sizes))
         for observer in self._tracing if is_new else ():
             observer.set_engine_info(info)
 

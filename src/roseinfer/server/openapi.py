@@ -22,9 +22,10 @@ from roseinfer.server.api.fields import ModelBody, Related, Schema
 from roseinfer.server.api.unserved import Unserved
 from roseinfer.server.middleware import PROBE_PATHS
 from roseinfer.server.openai import replies, responses_replies
+from roseinfer.server.openai.chat_schema import ChatBody
 from roseinfer.server.openai.embeddings import EmbeddingsBody
 from roseinfer.server.openai.responses_schema import InputTokensBody, ResponseBody
-from roseinfer.server.openai.schema import ChatBody, CompletionBody
+from roseinfer.server.openai.schema import CompletionBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 from roseinfer.server.service import SERVICE
 

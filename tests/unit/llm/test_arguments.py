@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from roseinfer.errors import InvalidRequest
-from roseinfer.llm.llm import as_prompt, as_prompts, as_stops
+from roseinfer.llm.arguments import as_prompt, as_prompts, as_stops
 
 
 @pytest.mark.parametrize(

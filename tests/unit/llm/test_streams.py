@@ -3,8 +3,8 @@
 import pytest
 
 from roseinfer.errors import InvalidRequest, UnknownRequest
-from roseinfer.llm import llm
-from roseinfer.llm.llm import Stream, Streams
+from roseinfer.llm import streams as streams_module
+from roseinfer.llm.streams import Stream, Streams
 from roseinfer.records import RequestTimeline
 
 
@@ -13,7 +13,7 @@ def make_stream(request_id: str) -> Stream:
 
 
 def test_a_stream_is_found_until_it_is_removed_and_its_timeline_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm, "NUM_KEPT_TIMELINES", 2)
+    monkeypatch.setattr(streams_module, "NUM_KEPT_TIMELINES", 2)
     all_of_them, streams = [make_stream(request_id) for request_id in "abc"], Streams()
     streams.add_streams(all_of_them)
     assert [streams.find(request_id) for request_id in "abc"] == all_of_them

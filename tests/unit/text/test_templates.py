@@ -10,7 +10,7 @@ import pytest
 from roseinfer.errors import ConfigError, InvalidRequest
 from roseinfer.server.api.fields import ModelBody
 from roseinfer.server.api.parsing import parse_body
-from roseinfer.server.openai.schema import ChatBody
+from roseinfer.server.openai.chat_schema import ChatBody
 from roseinfer.server.openai.tokenize import TokenizeBody
 from roseinfer.text.answers.reasoning import FORMATS, Thinking
 from roseinfer.text.templates import (

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from roseinfer.bench.definitions import RequestTimes
 from roseinfer.cli.progress import Progress
 from roseinfer.errors import Overloaded
-from roseinfer.llm.llm import LLM, Prompt
+from roseinfer.llm.arguments import Prompt
+from roseinfer.llm.llm import LLM
 from roseinfer.messages import SamplingParams
 from roseinfer.records import Advanced, Observer, StepRecord
 

@@ -22,7 +22,8 @@ from roseinfer.cli.output_files import check_outputs
 from roseinfer.cli.progress import Progress, show_loading
 from roseinfer.config.options import Config
 from roseinfer.config.sources import LoadedConfig
-from roseinfer.llm.llm import LLM, Prompt
+from roseinfer.llm.arguments import Prompt
+from roseinfer.llm.llm import LLM
 from roseinfer.messages import SamplingParams
 
 Measure = Callable[[Sequence[Prompt], str], Run]  # of prompts and a cache salt

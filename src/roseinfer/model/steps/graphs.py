@@ -32,7 +32,7 @@ class GraphSize(NamedTuple):
         return f"{self.num_rows} rows" if self.is_decode else f"{self.num_tokens} tokens in {self.num_rows} rows"
 
 
-def graph_sizes(max_rows: int) -> tuple[int, ...]:
+def decode_graph_sizes(max_rows: int) -> tuple[int, ...]:
     """Rows of the graphs for decode steps of up to `max_rows`: at most 7 rows are filled up to 64, 15 up to 256."""
     steps = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_rows, 64)]
     return (*(size for size in steps if size < max_rows), max_rows)

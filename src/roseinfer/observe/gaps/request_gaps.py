@@ -149,7 +149,7 @@ class _Reader:
 
     def __init__(self, recording: Recording) -> None:
         engine = recording.meta.engine
-        splitter = GapSplitter(has_graphs=bool(engine and engine.graph_sizes))
+        splitter = GapSplitter(has_graphs=bool(engine and engine.decode_graph_sizes))
         steps = [step_of(row) for row in recording.steps]
         sending = {
             step.tokens_ns: (step.late_gc_ns, step.outbox_depth > 0, step.late_throttled_ns, step.late_wait_ns)

@@ -13,9 +13,10 @@ from roseinfer.records import Api, FinishReason
 from roseinfer.server.api.parsing import read_body
 from roseinfer.server.api.respond import Job, respond
 from roseinfer.server.exchange import generates_tokens
+from roseinfer.server.openai.chat_schema import ChatBody
 from roseinfer.server.openai.chunks import NOTHING, ChunkDialect
 from roseinfer.server.openai.replies import scored_token
-from roseinfer.server.openai.schema import ChatBody, StreamOptions
+from roseinfer.server.openai.schema import StreamOptions
 from roseinfer.server.service import SERVICE
 from roseinfer.text.answers.answer import AnswerParser
 from roseinfer.text.answers.parts import CallPart, Parts

@@ -11,9 +11,10 @@ from aiohttp import web
 
 from roseinfer.server.api.parsing import read_body
 from roseinfer.server.openai.chat import conversation_of
+from roseinfer.server.openai.chat_schema import ChatBody
 from roseinfer.server.openai.completions import encode_prompts
 from roseinfer.server.openai.replies import RenderReply
-from roseinfer.server.openai.schema import ChatBody, CompletionBody
+from roseinfer.server.openai.schema import CompletionBody
 from roseinfer.server.service import SERVICE
 from roseinfer.text.conversation import encode_conversation
 

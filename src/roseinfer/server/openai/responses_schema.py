@@ -11,14 +11,8 @@ from roseinfer.runtime.validation import Misfit
 from roseinfer.server.api.fields import ANY_OBJECT, ConversationPart, Name, Part, Schema, given, holds, when
 from roseinfer.server.api.functions import FunctionChoice
 from roseinfer.server.api.unserved import OF_RESPONSES, Unserved
-from roseinfer.server.openai.schema import (
-    MAX_TOOLS,
-    FunctionCall,
-    FunctionDefinition,
-    OpenAIBody,
-    ThinkingBudget,
-    ToolCall,
-)
+from roseinfer.server.openai.chat_schema import MAX_TOOLS, FunctionCall, FunctionDefinition, ThinkingBudget, ToolCall
+from roseinfer.server.openai.schema import OpenAIBody
 from roseinfer.text.answers.reasoning import Effort, Thinking
 from roseinfer.text.grammar.source import encode_source
 from roseinfer.text.templates import TemplateVariables, check_variables

@@ -16,8 +16,8 @@ from roseinfer.server.api.parsing import read_body
 from roseinfer.server.api.unserved import OF_DETOKENIZE, OF_TOKENIZE, Unserved
 from roseinfer.server.connection.body import INLINE_BYTES
 from roseinfer.server.connection.body_budget import HELD_BYTES
+from roseinfer.server.openai.chat_schema import Message, earlier_arguments
 from roseinfer.server.openai.replies import DetokenizeReply, TokenizeReply
-from roseinfer.server.openai.schema import Message, earlier_arguments
 from roseinfer.server.service import SERVICE
 from roseinfer.text.templates import VARIABLES_FIELD, TemplateVariables, check_variables
 from roseinfer.text.text_model import TextModel

@@ -2,19 +2,14 @@
 
 The library (docs/adr/0019-structured-output.md) works on the bytes of tokens, builds its automata while it goes, and
 counts its work, so that neither a compilation nor a mask takes longer than the limits here allow.
-
-A token is control where the vocabulary marks it special, or where it ends a sequence: an answer never contains its
-name. Every other token is text, whatever it looks like: `<tool_call>` and `<think>` of Qwen3 are added tokens that an
-answer contains as they are written.
 """
 
 import dataclasses
 import json
 import re
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -28,16 +23,11 @@ from roseinfer.engine.core.constraint import MaskArray, Matcher
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import CallGrammar, Grammar, ParameterShape, Thought
 from roseinfer.text.answers.functions import listed_values
-from roseinfer.text.answers.tool_formats import CALL_TAGS
 from roseinfer.text.grammar.source import GrammarCache
 from roseinfer.text.grammar.thoughts import ThoughtMatcher, ThoughtTokens, TokenTexts
+from roseinfer.text.grammar.tokenizer_file import TokenizerFile
 from roseinfer.text.tokenizer.files import tokenizer_file
 
-MAX_TOKEN_CHARS = 255
-# A name for a control token that no text contains: it begins with a code point that Unicode reserves for no character.
-_HIDDEN = "\ufdd0{}"
-# What a Lark grammar is made of, as far as it matters here: comments, literals and expressions may look like names.
-_LARK_PARTS = re.compile(r'(?:#|//)[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?P<name><[^<>\s]+>)')
 MAX_MESSAGE_CHARS = 200
 # In which the worst expression grows by about 5 MiB; a usual one is done with growing before.
 MAX_FOLLOWED_NS = 50_000_000
@@ -93,61 +83,6 @@ _PICTURE = re.compile(r"\n +\d+ \| .*\n *\^ *(?=\n|$)")
 _BAD_EXPRESSION = re.compile(
     r"regex parse error:\n    (?P<expression>.*)\n    (?P<before> *)\^+\nerror: (?P<reason>.*)"
 )
-
-
-class _Words(msgspec.Struct, frozen=True):
-    vocab: dict[str, int] | list[tuple[str, float]] = {}
-
-    def texts(self) -> list[str]:
-        return list(self.vocab) if isinstance(self.vocab, dict) else [word for word, _ in self.vocab]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerFile:
-    """What must be known of tokenizer.json."""
-
-    control: dict[int, str]  # the names of the added tokens that no answer contains
-    text_ids: dict[str, int]  # the added tokens that an answer may contain, by their text
-    spelling_control: str  # the file with control tokens hidden: their names are tokenised as any text is
-
-    @classmethod
-    def read(cls, source: str, eos_token_ids: Collection[int]) -> "TokenizerFile":
-        """Raises ValueError where a token is too long: beyond the library's tree, or it keeps it busy for minutes."""
-        parts = msgspec.json.decode(source, type=dict[str, msgspec.Raw])
-        model = msgspec.json.decode(parts.get("model", b"{}"), type=_Words)
-        added = msgspec.json.decode(parts.get("added_tokens", b"[]"), type=list[dict[str, Any]] | None) or []
-        words = model.texts()
-        longest = max(map(len, (*words, *(token["content"] for token in added))), default=0)
-        if longest > MAX_TOKEN_CHARS:
-            raise ValueError(
-                f"a token has {longest:,} characters, and {MAX_TOKEN_CHARS} are the most a grammar can use"
-            )
-        control = {token["id"]: token["content"] for token in added if _is_control(token, eos_token_ids)}
-        of_model = {*words} & {*control.values()}
-        kept: list[dict[str, Any]] = []
-        for token in added:
-            if token["id"] not in control:
-                # A token that takes the blanks around it would not spell the text that it was made of.
-                kept.append(token | {"lstrip": False, "rstrip": False})
-            elif token["content"] not in of_model:  # a token of the model has its id from there; others count theirs
-                kept.append(token | {"content": _HIDDEN.format(token["id"])})
-        parts["added_tokens"] = msgspec.Raw(msgspec.json.encode(kept))
-        text_ids = {token["content"]: token["id"] for token in added if token["id"] not in control}
-        return cls(control, text_ids, msgspec.json.encode(parts).decode())
-
-    def with_ids(self, lark: str) -> str:
-        """Replaces names of tokens that are text, such as `<think>`, by ids, in the same columns where they fit."""
-
-        def replace(found: re.Match[str]) -> str:
-            token_id = self.text_ids.get(found["name"] or "")
-            return found[0] if token_id is None else f"<[{token_id}]>".ljust(len(found[0]))
-
-        return _LARK_PARTS.sub(replace, lark)
-
-
-def _is_control(token: dict[str, Any], eos_token_ids: Collection[int]) -> bool:
-    """Some vocabularies mark the tags of calls as special (Hermes 3), but an answer with calls contains them."""
-    return token["id"] in eos_token_ids or (bool(token.get("special")) and token["content"] not in CALL_TAGS)
 
 
 class Vocabulary:

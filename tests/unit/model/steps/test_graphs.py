@@ -15,7 +15,7 @@ from roseinfer.engine.core.batch import NO_TOKEN, Int32Array, PooledRow, ScoredR
 from roseinfer.messages import SamplingParams
 from roseinfer.model.attention.base import Attend
 from roseinfer.model.runner import ModelRunner
-from roseinfer.model.steps.graphs import CudaGraphs, GraphSize, graph_sizes, prompt_graph_sizes
+from roseinfer.model.steps.graphs import CudaGraphs, GraphSize, decode_graph_sizes, prompt_graph_sizes
 from roseinfer.records import LifecycleState
 from tests.unit.model.driver import Ask, Driver, Plan
 from tests.unit.model.fake_device import LateStream, RecordedGraph
@@ -53,12 +53,12 @@ def runner_of(mode: str, stream: LateStream | None = None) -> ModelRunner:
 
 
 def test_sizes() -> None:
-    assert graph_sizes(1) == (1,)
-    assert graph_sizes(8) == (1, 2, 4, 8)
-    assert graph_sizes(12) == (1, 2, 4, 8, 12)
-    assert graph_sizes(64) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
-    assert graph_sizes(256)[10:] == (64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
-    assert graph_sizes(300)[-2:] == (256, 300)
+    assert decode_graph_sizes(1) == (1,)
+    assert decode_graph_sizes(8) == (1, 2, 4, 8)
+    assert decode_graph_sizes(12) == (1, 2, 4, 8, 12)
+    assert decode_graph_sizes(64) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
+    assert decode_graph_sizes(256)[10:] == (64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
+    assert decode_graph_sizes(300)[-2:] == (256, 300)
 
 
 def test_sizes_of_steps_with_prompts() -> None:
@@ -123,13 +123,13 @@ def test_a_runner_captures_before_it_is_ready_and_says_so() -> None:
     stream = LateStream()
     runner = make_runner(stream, RunnerConfig(), NUM_SLOTS, lambda *stage: told.append(stage))
     runner.warm_up(64)
-    num_graphs = len(graph_sizes(NUM_SLOTS)) + len(prompt_graph_sizes(256, NUM_SLOTS))
+    num_graphs = len(decode_graph_sizes(NUM_SLOTS)) + len(prompt_graph_sizes(256, NUM_SLOTS))
     assert [(state, stage) for state, stage, _ in told] == [(LifecycleState.WARMUP, "cuda_graphs")] * num_graphs
     assert stream.num_captures == num_graphs
     _, graph_rows = run(runner, asks_of(0), Plan())
     assert stream.num_captures == num_graphs
     assert all(graph_rows), "no step was queued operation by operation"
-    assert runner.info.graph_sizes == list(graph_sizes(NUM_SLOTS))
+    assert runner.info.decode_graph_sizes == list(decode_graph_sizes(NUM_SLOTS))
     assert runner.info.prompt_graph_sizes == list(prompt_graph_sizes(256, NUM_SLOTS))
     assert runner.info.graph_bytes == num_graphs * stream.graph_bytes
 
@@ -170,7 +170,7 @@ def test_steps_that_no_memory_was_left_for_give_the_same_tokens() -> None:
     stream.num_free_bytes, stream.graph_bytes = 160, 10
     runner = runner_of("startup", stream)
     runner.warm_up(64)
-    assert runner.info.graph_sizes == list(graph_sizes(NUM_SLOTS))
+    assert runner.info.decode_graph_sizes == list(decode_graph_sizes(NUM_SLOTS))
     assert runner.info.prompt_graph_sizes == [(16, 8), (16, 12), (32, 8)]
     assert (runner.info.graph_bytes, runner.info.max_graph_bytes) == (80, 80)
     tokens, graph_rows = run(runner, asks, Plan(max_rows=4))

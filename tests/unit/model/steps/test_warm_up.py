@@ -17,7 +17,7 @@ from roseinfer.model.sampling import torch as sampling_torch
 from roseinfer.model.sampling.logit_edits import GROUP, GrammarMasks
 from roseinfer.model.sampling.slot_table import SlotTable
 from roseinfer.model.sampling.torch import TorchSampling
-from roseinfer.model.steps.graphs import graph_sizes
+from roseinfer.model.steps.graphs import decode_graph_sizes
 from roseinfer.model.steps.warm_up_batches import WARM_UP_KINDS, decode_batch
 from tests.unit.model.conftest import MakePlayer, Shape
 from tests.unit.model.fake_device import LateStream
@@ -102,7 +102,9 @@ def test_attention_has_met_every_number_of_splits(monkeypatch: pytest.MonkeyPatc
     runner.warm_up(64)
     met = {batch.num_rows for batch, _ in batches if batch.num_device_rows}  # type: ignore[attr-defined]
     assert splits(met) == splits(range(1, NUM_SLOTS + 1))
-    assert runner.info.graph_sizes == list(graph_sizes(6)), "a graph never has more rows than a step decodes"
+    assert runner.info.decode_graph_sizes == list(decode_graph_sizes(6)), (
+        "a graph never has more rows than a step decodes"
+    )
 
 
 def test_a_cpu_is_spared_what_costs_it_time(make_player: MakePlayer, monkeypatch: pytest.MonkeyPatch) -> None:

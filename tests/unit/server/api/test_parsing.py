@@ -8,7 +8,8 @@ import pytest
 from roseinfer.errors import InvalidRequest
 from roseinfer.server.api.fields import StructuredOutputs
 from roseinfer.server.api.parsing import parse_body
-from roseinfer.server.openai.schema import ChatBody, CompletionBody
+from roseinfer.server.openai.chat_schema import ChatBody
+from roseinfer.server.openai.schema import CompletionBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
 
 MESSAGES = [{"role": "user", "content": "a"}]

@@ -14,8 +14,9 @@ from roseinfer.server.anthropic.schema import MessagesBody
 from roseinfer.server.api.errors import error_body
 from roseinfer.server.api.fields import SamplingBody
 from roseinfer.server.api.parsing import parse_body
+from roseinfer.server.openai.chat_schema import ChatBody
 from roseinfer.server.openai.responses_schema import ResponseBody
-from roseinfer.server.openai.schema import ChatBody, CompletionBody, GenerationBody
+from roseinfer.server.openai.schema import CompletionBody, GenerationBody
 
 MESSAGES = [{"role": "user", "content": "a"}]
 BODIES: list[tuple[type[SamplingBody], dict[str, Any]]] = [

@@ -15,7 +15,8 @@ from roseinfer.messages import Grammar
 from roseinfer.text.answers.functions import Function
 from roseinfer.text.answers.tool_formats import CALL_TAGS, FORMATS
 from roseinfer.text.answers.tool_use import MAX_FORCED_CALLS, ToolUse
-from roseinfer.text.grammar.compiler import TokenizerFile, Vocabulary
+from roseinfer.text.grammar.compiler import Vocabulary
+from roseinfer.text.grammar.tokenizer_file import TokenizerFile
 from roseinfer.text.tokenizer.tokenizer import Tokenizer
 from tests.unit.text.grammar import tagged
 from tests.unit.text.grammar.tagged import CONTROL, EOS_TEXT, FAMILIES, TEXT

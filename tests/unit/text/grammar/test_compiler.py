@@ -18,7 +18,6 @@ from roseinfer.text.answers.tool_use import ToolUse
 from roseinfer.text.grammar.compiler import (
     MAX_FOLLOWED_NS,
     MAX_FORCED_TOKENS,
-    MAX_TOKEN_CHARS,
     Compiled,
     GrammarCompiler,
     Vocabulary,
@@ -26,6 +25,7 @@ from roseinfer.text.grammar.compiler import (
     entry_bytes,
 )
 from roseinfer.text.grammar.source import GrammarCache
+from roseinfer.text.grammar.tokenizer_file import MAX_TOKEN_CHARS
 from roseinfer.text.tokenizer.tokenizer import Tokenizer
 from tests.unit.text.grammar import vocabulary as checkpoint
 
