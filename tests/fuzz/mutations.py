@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,6 +28,17 @@ def mutated(seeds: Sequence[bytes], num: int, seed: int) -> Iterator[bytes]:
         for _ in range(random.randint(1, 4)):
             _change(content, seeds, random)
         yield bytes(content)
+
+
+def check_each(contents: Iterable[bytes], check: Callable[[bytes], object]) -> int:
+    """Checks all inputs, and returns of how many the check is true. The error of one shows it, for the corpus."""
+    num_true = 0
+    for content in contents:
+        try:
+            num_true += bool(check(content))
+        except Exception as error:
+            raise AssertionError(f"keep this in the corpus: {content!r}") from error
+    return num_true
 
 
 def _change(content: bytearray, seeds: Sequence[bytes], random: Random) -> None:

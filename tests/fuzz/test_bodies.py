@@ -14,7 +14,7 @@ from roseinfer.server.openai.chat_schema import ChatBody
 from roseinfer.server.openai.responses_schema import ResponseBody
 from roseinfer.server.openai.schema import CompletionBody
 from roseinfer.server.openai.tokenize import DetokenizeBody, TokenizeBody
-from tests.fuzz.mutations import corpus, mutated
+from tests.fuzz.mutations import check_each, corpus, mutated
 
 BODIES: tuple[type[ModelBody], ...] = (
     *(CompletionBody, ChatBody, ResponseBody, MessagesBody, CountBody),
@@ -47,11 +47,7 @@ def test_the_kept_ones(name: str, content: bytes) -> None:
 
 
 def test_ones_like_them() -> None:
-    for content in mutated([content for _, content in KEPT], NUM_MUTATIONS, seed=1):
-        try:
-            check(content)
-        except Exception as error:
-            raise AssertionError(f"keep this in the corpus: {content!r}") from error
+    check_each(mutated([content for _, content in KEPT], NUM_MUTATIONS, seed=1), check)
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.integers(min_value=2**62)

@@ -1,5 +1,6 @@
 """Whatever a configuration file holds, it is a configuration or one sentence that names the place: nothing else."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from roseinfer.config.options import options
 from roseinfer.config.sources import load
 from roseinfer.errors import ConfigError
-from tests.fuzz.mutations import corpus, mutated
+from tests.fuzz.mutations import check_each, corpus, mutated
 
 NUM_MUTATIONS = 300
 KEPT = corpus("config")
@@ -35,11 +36,9 @@ def test_the_kept_ones(tmp_path: Path, name: str, content: bytes) -> None:
 
 
 def test_ones_like_them(tmp_path: Path) -> None:
-    for content in mutated([content for _, content in KEPT], NUM_MUTATIONS, seed=1):
-        try:
-            check(tmp_path / "config.yaml", content)
-        except Exception as error:
-            raise AssertionError(f"keep this in the corpus: {content!r}") from error
+    check_each(
+        mutated([content for _, content in KEPT], NUM_MUTATIONS, seed=1), partial(check, tmp_path / "config.yaml")
+    )
 
 
 SCALARS = (

@@ -18,7 +18,7 @@ from roseinfer.engine.link.frames import (
 )
 from roseinfer.messages import Abort, Command, EngineFailure, Event, SamplingParams
 from roseinfer.runtime.frames import FrameBuffer, encode_frame
-from tests.fuzz.mutations import corpus, mutated
+from tests.fuzz.mutations import check_each, corpus, mutated
 from tests.unit.engine.harness import make_engine, make_request
 
 NUM_MUTATIONS = 4000
@@ -68,11 +68,7 @@ def test_the_kept_ones(name: str, content: bytes) -> None:
 
 
 def test_ones_like_them() -> None:
-    for content in mutated([content for _, content in KEPT], NUM_MUTATIONS, seed=1):
-        try:
-            check(content)
-        except Exception as error:
-            raise AssertionError(f"keep this in the corpus: {content!r}") from error
+    check_each(mutated([content for _, content in KEPT], NUM_MUTATIONS, seed=1), check)
 
 
 @given(st.lists(st.binary(max_size=60), max_size=4), st.integers(1, 30))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from roseinfer.config.options import Config, ObserveConfig
 from roseinfer.errors import InvalidRequest
 from roseinfer.observe.recorder.flight import Flight
-from tests.fuzz.mutations import corpus, mutated
+from tests.fuzz.mutations import check_each, corpus, mutated
 
 NUM_MUTATIONS = 400
 KEPT = corpus("recording")
@@ -42,22 +42,12 @@ def test_the_kept_ones(name: str, content: bytes) -> None:
 
 
 def test_archives_like_them() -> None:
-    run(mutated([content for _, content in KEPT], NUM_MUTATIONS, seed=1))
+    check_each(mutated([content for _, content in KEPT], NUM_MUTATIONS, seed=1), check)
 
 
 def test_members_like_theirs() -> None:
     """Behind the archive's checksums: whole archives whose members were changed."""
-    assert run(archives()) > NUM_MUTATIONS / 20, "hardly any of them gets as far as the drawing"
-
-
-def run(contents: Iterator[bytes]) -> int:
-    num_drawn = 0
-    for content in contents:
-        try:
-            num_drawn += check(content)
-        except Exception as error:
-            raise AssertionError(f"keep this in the corpus: {content!r}") from error
-    return num_drawn
+    assert check_each(archives(), check) > NUM_MUTATIONS / 20, "hardly any of them gets as far as the drawing"
 
 
 def archives() -> Iterator[bytes]:

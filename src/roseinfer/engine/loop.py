@@ -72,7 +72,7 @@ def run(
     try:
         engine, heartbeat = build_engine(), heartbeat or Heartbeat()
         with publishing(engine) as publish:
-            _serve(engine, inbox, outbox, heartbeat, publish, check_when_idle=check_when_idle)
+            _Loop(engine, inbox, outbox, heartbeat, publish, check_when_idle=check_when_idle).serve()
     except EOFError:
         return True
     except ConfigError as error:
@@ -82,25 +82,6 @@ def run(
         outbox.send(EngineFailure(f"{type(error).__name__}: {error}", traceback.format_exc()))
         return False
     return True
-
-
-def _serve(
-    engine: Engine,
-    inbox: Inbox,
-    outbox: Outbox,
-    heartbeat: Heartbeat,
-    publish: Callable[[], None],
-    *,
-    check_when_idle: bool,
-) -> None:
-    outbox.send(engine.info)
-    gc.collect()
-    # What start-up made lives for ever: later collections need not walk it. The collector itself stays on: steps
-    # leave nothing behind that it tracks and make no cycles, so under load it has no reason to run.
-    gc.freeze()
-    with note_pauses(engine, heartbeat), closing(CpuWaits(computing_threads())) as waits:
-        engine.look_for_waits = waits.look
-        _Loop(engine, inbox, outbox, heartbeat, publish, check_when_idle=check_when_idle).serve()
 
 
 def note_pauses(engine: Engine, heartbeat: Heartbeat) -> GcPauses:
@@ -192,6 +173,17 @@ class _Loop:
         self._is_checked = True  # the invariants, since the last step
 
     def serve(self) -> None:
+        """Announce the engine, and serve until Shutdown."""
+        self._outbox.send(self._engine.info)
+        gc.collect()
+        # What start-up made lives for ever: later collections need not walk it. The collector itself stays on: steps
+        # leave nothing behind that it tracks and make no cycles, so under load it has no reason to run.
+        gc.freeze()
+        with note_pauses(self._engine, self._heartbeat), closing(CpuWaits(computing_threads())) as waits:
+            self._engine.look_for_waits = waits.look
+            self._run()
+
+    def _run(self) -> None:
         engine, outbox = self._engine, self._outbox
         stalled_ns = 0  # since when the outbox has been full with work to do; 0 while it is not
         while True:

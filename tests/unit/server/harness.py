@@ -54,7 +54,8 @@ def ids(text: str) -> list[int]:
     return list(text.encode())
 
 
-def byte_tokenizer(*, with_bos: bool = False) -> tokenizers.Tokenizer:
+def bytes_alone() -> tokenizers.Tokenizer:
+    """A vocabulary of the 256 bytes, whose ids are the bytes themselves, and of the two special tokens above them."""
     alphabet = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in alphabet]
     vocab = {chr(byte): byte for byte in alphabet} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -62,6 +63,11 @@ def byte_tokenizer(*, with_bos: bool = False) -> tokenizers.Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|bos|>", "<|eos|>"])
+    return tokenizer
+
+
+def byte_tokenizer(*, with_bos: bool = False) -> tokenizers.Tokenizer:
+    tokenizer = bytes_alone()
     tokenizer.add_tokens(["<tool call>", HUGE_TEXT])
     if with_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", BOS)])

@@ -2,9 +2,6 @@
 
 from pathlib import Path
 
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
-
 from roseinfer.messages import EngineInfo
 from tests.unit.server import harness
 
@@ -13,14 +10,7 @@ VOCAB_SIZE = 300
 
 
 def write_checkpoint(directory: Path) -> Path:
-    alphabet = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in alphabet]
-    vocab = {chr(byte): byte for byte in alphabet} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|bos|>", "<|eos|>"])
-    tokenizer.save(str(directory / "tokenizer.json"))
+    harness.bytes_alone().save(str(directory / "tokenizer.json"))
     return directory
 
 
