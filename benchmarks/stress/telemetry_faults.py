@@ -1,8 +1,9 @@
 """Kills or stops the telemetry process in the middle of a load, and compares the streams with those of a load without.
 
-    python -m benchmarks.stress.telemetry_faults [--streams 64] [--max-tokens 384] [--rounds 3] [--out FILE]
+    python -m benchmarks.stress.telemetry_faults [--streams 64] [--max-tokens 384] [--rounds 3]
+        [--faults killed stopped] [--out FILE]
 
-The embedded model is served by a process of its own, a new one for each load: `none`, `killed`, and `stopped`, in turn.
+The embedded model is served by a process of its own, a new one for each load: without a fault, and with each, in turn.
 The fault comes AT_S after the first request, and one that is stopped goes on when the load is over. `p99` is the
 client's inter-token latency, `same` says whether each stream has the text that it has without a fault, `exact` whether
 the totals of requests and tokens are afterwards those of the clients, `dropped` counts facts, and `grown` is what
@@ -104,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=384)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--faults", nargs="+", choices=["killed", "stopped"], default=["killed", "stopped"])
     args = parser.parse_args(arguments)
     sitting, rows = Sitting("telemetry_faults"), list[dict[str, Any]]()
     log = args.out.with_suffix(".log")
@@ -111,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_head("fault", "p99 ms", "tokens/s", "grown MB", "same", "exact", "dropped", "restarts")
     expected: list[str] = []
     for turn in range(args.rounds):
-        for name in list(FAULTS)[:: 1 if turn % 2 else -1]:  # there and back: a drift favours none
+        for name in ["none", *args.faults][:: 1 if turn % 2 else -1]:  # there and back: a drift favours none
             row, texts = measure(log, name, args.streams, args.max_tokens)
             expected = expected or texts
             row["is_same"] = texts == expected
@@ -120,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             counts = (int(row["num_dropped"]), int(row["num_restarts"]))
             print_row(name, f"{figures[0]:.2f}", *figures[1:], row["is_same"], row["is_exact"], *counts)
     quiet = [row["itl_p99_ms"] for row in rows if row["name"] == "none"]
-    for name in ("killed", "stopped"):
+    for name in args.faults:
         faulty = [row["itl_p99_ms"] for row in rows if row["name"] == name]
         ratios = sorted(a / b for a, b in zip(faulty, quiet, strict=True))
         print(f"{name}: p99 {statistics.median(ratios):.3f} times ({ratios[0]:.3f} to {ratios[-1]:.3f})")

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +16,7 @@ from roseinfer import __version__
 from roseinfer.config.options import Config
 from roseinfer.errors import ConfigError
 from roseinfer.observe import logs
-from roseinfer.observe.observation import Observation
+from roseinfer.observe.observation import Observation, import_exporters
 from roseinfer.observe.recorder import capture
 from roseinfer.observe.recorder.capture import Profile
 from roseinfer.observe.telemetry.link import Link
@@ -23,6 +24,7 @@ from roseinfer.observe.telemetry.process import Setup
 from roseinfer.observe.telemetry.receiver import Receiver
 from roseinfer.runtime.child_process import live_as_child
 from roseinfer.runtime.file_watch import WATCH_INTERVAL_S
+from roseinfer.runtime.fork_server import fork_children
 from roseinfer.runtime.frames import receive_frame
 from roseinfer.runtime.niceness import FRONT_END_NICENESS, TELEMETRY_NICENESS, be_nicer
 from roseinfer.server.app import build_ops_app, build_runner
@@ -36,15 +38,23 @@ _OPS_CLOSE_S = 0.2  # for answers of the operations port under way at the end
 
 
 def telemetry_main(fd: int) -> int:
-    """The child process of `TelemetryProcess`: observers of the facts that come over the socket `fd`."""
+    """The process that `TelemetryProcess` starts: its forks observe the facts that come over their sockets.
+
+    `fd` is the socket over which it is told the setup, and gets the sockets of its forks.
+    """
     live_as_child()
-    with socket.socket(fileno=fd) as connection:
+    with socket.socket(fileno=fd) as control:
         try:
-            setup = msgspec.msgpack.decode(receive_frame(connection), type=Setup)
+            setup = msgspec.msgpack.decode(receive_frame(control), type=Setup)
         except EOFError:
             return 0
-        with closing(logs.configure(setup.config.observe, sys.stderr)) as output:
-            asyncio.run(_observe(connection, setup, output))
+        import_exporters(setup.config)
+        connection = fork_children(control)
+    if connection is None:
+        return 0
+    be_nicer(TELEMETRY_NICENESS - FRONT_END_NICENESS)  # sooner, it would not get through its imports beside a load
+    with connection, closing(logs.configure(setup.config.observe, sys.stderr)) as output:
+        asyncio.run(_observe(connection, setup, output))
     return 0
 
 
@@ -79,6 +89,7 @@ async def _observe(connection: socket.socket, setup: Setup, output: logs.LogOutp
 async def _hear(link: Link, connection: socket.socket, gone: asyncio.Event) -> None:
     connection.setblocking(False)
     await asyncio.get_running_loop().create_connection(lambda: link, sock=connection)
+    link.tell("started", str(os.getpid()).encode())
     await gone.wait()
 
 
@@ -101,8 +112,7 @@ async def _ops_port(setup: Setup, receiver: Receiver, link: Link, observation: O
         watching = asyncio.create_task(keys.files.watch(keys.read, keys.replace, WATCH_INTERVAL_S))
     listening = [await runner.listen_at(socket.socket(fileno=descriptor)) for descriptor in setup.ports]
     gc.collect()
-    gc.freeze()  # what it imported, which later collections need not walk
-    be_nicer(TELEMETRY_NICENESS - FRONT_END_NICENESS)  # sooner, it would not get through its imports beside a load
+    gc.freeze()  # what it has made, which later collections need not walk
     try:
         yield
     finally:

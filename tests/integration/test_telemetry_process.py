@@ -211,7 +211,7 @@ async def test_what_it_cannot_do_is_known_before_the_server_is_ready() -> None:
 async def test_one_whose_server_never_started_is_ended_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     """The sentence of the refusal stays the last one, and comes at once."""
     async with front() as server:
-        process = server.process._process
+        process = server.process._forks._process
         assert process is not None
     assert process.returncode == -signal.SIGKILL
     assert caplog.text == ""

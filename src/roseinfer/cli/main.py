@@ -87,7 +87,7 @@ def _signals_end_the_start() -> Iterator[None]:
 
 def _run_child(name: str, fd: int) -> int:
     if name == "telemetry":
-        be_nicer(FRONT_END_NICENESS)  # before it imports; when it serves it becomes nicer
+        be_nicer(FRONT_END_NICENESS)  # before it imports; its forks become nicer
         from roseinfer.observing import telemetry_main
 
         return telemetry_main(fd)

@@ -1,6 +1,7 @@
 """Builds a server's observers from its configuration and connects them."""
 
 import gzip
+import importlib
 import logging
 import sys
 import threading
@@ -65,6 +66,15 @@ class Integrity(Observer):
                 for invariant in Invariant
             },
         }
+
+
+def import_exporters(config: Config) -> None:
+    """Imports what the observers of such a configuration import only where it asks for exports."""
+    environment = otel.sdk_environment()
+    modules: dict[otel.Signal, str] = {"traces": "tracing.tracing", "metrics": "metrics.otlp"}
+    for signal, module in modules.items():
+        if otel.exporter_names(signal, config.tracing.endpoint, environment):
+            importlib.import_module(f"roseinfer.observe.{module}")
 
 
 class Observation:

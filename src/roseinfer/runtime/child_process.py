@@ -110,18 +110,20 @@ def start_process(
     )
 
 
-def end_process(process: subprocess.Popen[bytes], timeout_s: float, longest_s: float = 0.0) -> bool:
+def end_process(process: subprocess.Popen[bytes], timeout_s: float, longest_s: float = 0.0, waits_for: int = 0) -> bool:
     """Wait for a process that was asked to end, and kill it after the timeout; returns whether it ended by itself.
 
-    Up to `longest_s`, time in which it was ready to run and others had the processors does not count.
+    Up to `longest_s`, time in which it, or the process `waits_for`, was ready to run and others had the processors
+    does not count.
     """
-    begin_s, waited_before_s = time.monotonic(), waited_s(process.pid)
+    pid = waits_for or process.pid
+    begin_s, waited_before_s = time.monotonic(), waited_s(pid)
     left_s = timeout_s
     while left_s > 0:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(left_s, _LEAST_WAIT_S))
             return True
-        limit_s = max(timeout_s, min(timeout_s + waited_s(process.pid) - waited_before_s, longest_s))
+        limit_s = max(timeout_s, min(timeout_s + waited_s(pid) - waited_before_s, longest_s))
         left_s = begin_s + limit_s - time.monotonic()
     process.kill()
     process.wait()

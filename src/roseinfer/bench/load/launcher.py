@@ -85,13 +85,13 @@ class Server:
         return self._child_pid("engine")
 
     def telemetry_pid(self) -> int:
-        """The child that is the telemetry process."""
-        return self._child_pid("telemetry")
+        """The telemetry process: the only fork of the child that has its command line."""
+        (found,) = _children(self._child_pid("telemetry"))
+        return int(found)
 
     def _child_pid(self, name: str) -> int:
         """The child that runs this command; another one may check grammars."""
-        tasks = Path(f"/proc/{self.pid}/task").iterdir()
-        children = {child for task in tasks for child in (task / "children").read_text().split()}
+        children = _children(self.pid)
         words = {child: Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0") for child in children}
         (found,) = (child for child in children if words[child][-4:-2] == [name.encode(), b"--fd"])
         return int(found)
@@ -104,6 +104,11 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             return self.process.wait()
+
+
+def _children(pid: int) -> set[str]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return {child for task in tasks for child in (task / "children").read_text().split()}
 
 
 def serve_command(port: int, ops_port: int, flags: Sequence[str]) -> list[str]:

@@ -7,13 +7,13 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
+import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,7 +26,8 @@ from roseinfer.observe.telemetry.facts import Answer, Fact, LedgerQuery, Page, P
 from roseinfer.observe.telemetry.forwarder import Forwarder
 from roseinfer.observe.telemetry.link import Link, Reply
 from roseinfer.records import QueueReport, RequestTimeline
-from roseinfer.runtime.child_process import end_process, start_process, waited_s
+from roseinfer.runtime.child_process import waited_s
+from roseinfer.runtime.fork_server import ForkServer
 
 RESTART_WINDOW_S = 600.0  # in which there is one restart: what kills two in succession will kill a third
 PAGE_TIMEOUT_S = 3.0  # for a page of metrics
@@ -46,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What the process gets first."""
+    """What the process that forks gets first."""
 
     config: Config
     more_keys: str  # added to those of the file
@@ -56,8 +57,9 @@ class Setup(msgspec.Struct, frozen=True):
 class TelemetryProcess:
     """Runs the process, and has facts forwarded to it. All methods belong to one event loop.
 
-    It has a session of its own, so that Ctrl-C does not reach it, and dies with its parent. `command` starts it, with
-    the descriptor of its end of the socket as the last argument.
+    It is a fork of a process that has imported everything, since a restart that imports would take a core from the
+    streams. Both have sessions of their own, so that Ctrl-C does not reach them, and die with the front end. `command`
+    starts the one that forks, with the descriptor of its end of a socket as the last argument.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class TelemetryProcess:
         command: Sequence[str] = _COMMAND,
     ) -> None:
         self.num_restarts = 0
+        self.pid: int | None = None  # once it is known
         self._config = config
         self._forwarder = forwarder
         self._report_queue = report_queue
@@ -76,7 +79,7 @@ class TelemetryProcess:
         self._command = command
         self._starter = ThreadPoolExecutor(1, "roseinfer-telemetry")  # a child dies with the thread that started it
         self._next_restart_s = -math.inf
-        self._process: subprocess.Popen[bytes] | None = None
+        self._forks: ForkServer
         self._link: Link | None = None
         self._replies: dict[str, Reply] = {}
         self._ports: list[socket.socket] = []
@@ -87,18 +90,16 @@ class TelemetryProcess:
         self._has_been_ready = False
         self._is_closing = False
 
-    @property
-    def pid(self) -> int | None:
-        """The process id once started."""
-        return None if self._process is None else self._process.pid
-
     async def start(self, replies: Mapping[str, Reply], ports: Sequence[socket.socket], take_over: TakeOver) -> None:
         """Starts it, to serve the operations port at these sockets; when it has gone for good, `take_over` is called.
 
         `replies` answer what it asks, beside those of this class.
         """
         self._ports, self._take_over = list(ports), take_over
-        self._replies = {"sync": self._sync, "look": self._look, **replies}
+        self._replies = {"started": self._note_pid, "sync": self._sync, "look": self._look, **replies}
+        descriptors = [port.fileno() for port in ports]
+        setup = Setup(self._config, self._more_keys, descriptors)
+        self._forks = ForkServer(self._command, msgspec.msgpack.encode(setup), descriptors)
         await self._launch()
         self._watching = asyncio.create_task(self._watch(), name="telemetry-watch")
 
@@ -110,19 +111,15 @@ class TelemetryProcess:
                 self._has_been_ready = True
 
     async def _launch(self) -> None:
+        self.pid = None
         ours, theirs = socket.socketpair()
         with theirs:
-            passed = [theirs.fileno(), *(port.fileno() for port in self._ports)]
-            command = [*self._command, str(theirs.fileno())]
-            start = partial(_replace, self._process, command, passed)
-            self._process = await asyncio.get_running_loop().run_in_executor(self._starter, start)
+            await asyncio.get_running_loop().run_in_executor(self._starter, self._forks.fork, theirs)
         forwarder = self._forwarder
         link = Link(self._replies, _refuse, self._on_lost, forwarder.cut, self._resume)
         ours.setblocking(False)
         await asyncio.get_running_loop().create_connection(lambda: link, sock=ours)
         self._link, self._launched_s = link, time.monotonic()
-        setup = Setup(self._config, self._more_keys, [port.fileno() for port in self._ports])
-        link.send(msgspec.msgpack.encode(setup))
         self._resume()
 
     def _resume(self) -> None:
@@ -137,6 +134,7 @@ class TelemetryProcess:
         now_s = time.monotonic()
         if now_s < self._next_restart_s:
             _log.error("the telemetry process has died again: there are no metrics until the server is started anew")
+            self._starter.submit(self._forks.kill)
             self._launching = asyncio.create_task(self._take_over(), name="take-over")
             return
         self._next_restart_s = now_s + RESTART_WINDOW_S
@@ -146,23 +144,32 @@ class TelemetryProcess:
 
     async def _watch(self) -> None:
         """Ends a process that hangs, so that there is another one. One that only waits for a core does not hang."""
-        judged: subprocess.Popen[bytes] | None = None
+        judged: Link | None = None
         heard_s = limit_s = 0.0
         while True:
             await asyncio.sleep(LOOK_INTERVAL_S)
-            process, link = self._process, self._link
-            if process is None or link is None:
+            link = self._link
+            if link is None:
                 continue
-            if process is not judged:
-                judged, limit_s = process, START_S
+            if link is not judged:
+                judged, limit_s = link, START_S
                 heard_s = self._launched_s
             with contextlib.suppress(TimeoutError, NotReady):
                 await link.ask("ready", timeout_s=LOOK_INTERVAL_S)
-                heard_s, limit_s = time.monotonic() - waited_s(process.pid), HANG_S
-            if time.monotonic() - waited_s(process.pid) - heard_s > limit_s:
+                heard_s, limit_s = time.monotonic() - self._waited_s(), HANG_S
+            if time.monotonic() - self._waited_s() - heard_s > limit_s:
                 _log.error("the telemetry process has not answered for %g s and is ended", limit_s)
-                process.kill()
+                self._kill()
                 heard_s = math.inf
+
+    def _waited_s(self) -> float:
+        return waited_s(self.pid or self._forks.pid)
+
+    def _kill(self) -> None:
+        if self.pid is None:
+            self._starter.submit(self._forks.kill)
+        else:
+            os.kill(self.pid, signal.SIGKILL)  # the process that forks waits for no child before it makes another
 
     async def close(self) -> None:
         """Sends the last facts and waits a little for its exit. Before it observes there are none, and no wait."""
@@ -177,11 +184,7 @@ class TelemetryProcess:
         for port in self._ports:
             port.close()
         limits = (CLOSE_TIMEOUT_S, LONGEST_CLOSE_S) if self._has_been_ready else (0.0, 0.0)
-        if (
-            self._process is not None
-            and not await asyncio.to_thread(end_process, self._process, *limits)
-            and self._has_been_ready
-        ):
+        if not await asyncio.to_thread(self._forks.close, self.pid or 0, *limits) and self._has_been_ready:
             _log.warning("the telemetry process had no time for its last facts, log lines and spans")
         self._starter.shutdown(wait=False)
 
@@ -250,6 +253,10 @@ class TelemetryProcess:
             for causes, unknown in zip(found, nothing, strict=True)
         ]
 
+    async def _note_pid(self, pid: bytes) -> bytes:
+        self.pid = int(pid)
+        return b""
+
     async def _sync(self, _: bytes) -> bytes:
         self._forwarder.catch_up()
         return b""
@@ -257,15 +264,6 @@ class TelemetryProcess:
     async def _look(self, _: bytes) -> bytes:
         self._forwarder.catch_up()
         return self._forwarder.present(self._report_queue())
-
-
-def _replace(
-    before: "subprocess.Popen[bytes] | None", command: Sequence[str], descriptors: Sequence[int]
-) -> "subprocess.Popen[bytes]":
-    if before is not None:  # it may have closed its link alone
-        before.kill()
-        before.wait()
-    return start_process(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
 
 
 def _refuse(message: Fact) -> None:

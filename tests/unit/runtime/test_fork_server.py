@@ -1,0 +1,89 @@
+"""A fork server imports once: children are its forks, one at a time, and it is started anew when it has died."""
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from roseinfer.runtime.fork_server import ForkServer
+
+MODULE = """
+import os, signal, socket, sys
+from roseinfer.runtime.child_process import live_as_child
+from roseinfer.runtime.fork_server import fork_children
+from roseinfer.runtime.frames import receive_frame
+
+live_as_child()
+with socket.socket(fileno=int(sys.argv[-1])) as control:
+    setup = receive_frame(control).decode()
+    connection = fork_children(control)
+if connection is not None:
+    with connection:
+        connection.sendall(f"{setup} {os.getpid()} {os.getppid()} {os.getsid(0) == os.getpid()}".encode())
+        if connection.recv(1) == b"c":  # it closes its connection, and lives
+            connection.close()
+            signal.pause()
+"""
+
+
+@pytest.fixture
+def forks(tmp_path: Path) -> Iterator[ForkServer]:
+    (tmp_path / "forking.py").write_text(MODULE)
+    made = ForkServer([str(tmp_path / "forking.py")], b"setup")
+    yield made
+    made.kill()
+
+
+def fork(forks: ForkServer) -> tuple[socket.socket, int]:
+    """A child's connection, and its process id."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        forks.fork(theirs)
+    ours.settimeout(60)
+    setup, pid, parent, leads_session = ours.recv(100).decode().split()
+    assert (setup, int(parent), leads_session) == ("setup", forks.pid, "True")
+    return ours, int(pid)
+
+
+def test_a_child_that_died_is_followed_by_another_fork(forks: ForkServer) -> None:
+    first, first_pid = fork(forks)
+    server = forks.pid
+    os.kill(first_pid, signal.SIGKILL)
+    assert first.recv(1) == b""
+    second, second_pid = fork(forks)
+    assert second_pid != first_pid
+    assert forks.pid == server
+    second.close()
+    assert forks.close(second_pid, 60, 60)
+    first.close()
+
+
+def test_a_child_that_has_closed_its_connection_alone_is_killed(forks: ForkServer) -> None:
+    with fork(forks)[0] as first:
+        first.send(b"c")
+        assert first.recv(1) == b""
+        second, second_pid = fork(forks)
+        (child,) = Path(f"/proc/{forks.pid}/task/{forks.pid}/children").read_text().split()
+        assert int(child) == second_pid
+        second.close()
+
+
+def test_children_die_with_the_server_which_is_then_started_anew(forks: ForkServer) -> None:
+    with fork(forks)[0] as first:
+        server = forks.pid
+        os.kill(server, signal.SIGKILL)
+        assert first.recv(1) == b""
+        with fork(forks)[0] as second:
+            assert forks.pid != server
+            forks.kill()
+            assert second.recv(1) == b""
+
+
+def test_one_that_does_not_end_is_killed(forks: ForkServer) -> None:
+    connection, pid = fork(forks)
+    with connection:
+        assert not forks.close(pid, 0.05, 0.05)
+        assert connection.recv(1) == b""
