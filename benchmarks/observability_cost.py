@@ -1,38 +1,43 @@
 """Measures what observing costs: in a served load on against off, and alone the engine's records, ranges and traces.
 
-    python -m benchmarks.observability_cost [--model DIRECTORY] [--streams 64] [--max-tokens 96]
+    python -m benchmarks.observability_cost [--model DIRECTORY] [--streams 64] [--max-tokens 900]
         [--parts alone sides scrapes]
 
 What stands alone comes first: both sides of a comparison take turns in this process, and the figures are medians. What
 the engine does for its records has no switch, so it is measured against the same lines with nothing behind them. Ranges
 are measured when a tool is attached, for instance with `NVTX_INJECTION64_PATH`.
 
-Then one server, its engine and its telemetry in processes of their own, is observed by everything there, by everything
-in the front end as without a telemetry process, and by nothing, in rounds that alternate, so all meet the same machine;
-the load is a process too. At last a scraper asks for both pages of metrics every 50 ms, in every other round.
+Then one server, its engine and its telemetry in processes of their own, has a load, a process too, that keeps all its
+streams running. While it lasts, the server is observed and not, or a scraper asks for both pages of metrics every 50 ms
+and does not, by turns of less than a second, there and back: a machine whose speed changes favours neither. A figure's
+ratio is of four turns that follow each other; that of the p99 is of all turns of a load.
 """
 
 import argparse
 import asyncio
 import gc
 import os
+import signal
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
-from benchmarks.figures import summarise
 from benchmarks.protocol import Worker
 from benchmarks.workloads import PlannedRequest
+from roseinfer.bench.definitions import Observed as Answer
 from roseinfer.config.options import Config, ModelConfig, SchedulerConfig, ServerConfig, TracingConfig
 from roseinfer.engine.core.batch import Watch
 from roseinfer.engine.core.stopwatch import Phases, Stopwatch, unwatched
@@ -60,6 +65,7 @@ from roseinfer.records import (
     BlockedBy,
     Delivery,
     FinishReason,
+    Observer,
     RequestTimeline,
     StepRecord,
 )
@@ -73,11 +79,18 @@ from roseinfer.server.ops.front_end import replies
 from roseinfer.server.service import Service
 from roseinfer.text.text_model import TextModel
 
+IntArray = npt.NDArray[np.int64]
+Load = Callable[[], Coroutine[Any, Any, list[Answer]]]
+
 PARTS = ("schedule", "launch", "stage", "forward", "sample", "wait", "commit")  # of a step on a CPU
 MS = 1_000_000
 NAME = "observed"  # of the model
 SCRAPE_INTERVAL_S = 0.05  # as pickers of gateways ask
 SETTLE_S = 0.5  # in which what waited is observed, after a load
+RAMP_S = 0.5  # until all streams run
+OBSERVING_LEAD_S = 0.25  # of a turn, not measured: facts wait for 0.2 s, so observing lags behind
+SCRAPING_LEAD_S = 0.05
+TURN_S = 0.3
 CHOICES = ("alone", "sides", "scrapes")
 
 
@@ -280,28 +293,54 @@ def observe_step(hub: Hub, timelines: list[RequestTimeline], number: int) -> Non
 # --- a served load --------------------------------------------------------------------------------------------------
 
 
+class Ends(Observer):
+    """The observer that tells a forwarder of requests that begin and end, and of nothing between."""
+
+    def __init__(self, forwarder: Forwarder) -> None:
+        self._forwarder = forwarder
+
+    def on_start(self, timeline: RequestTimeline) -> None:
+        self._forwarder.on_start(timeline)
+
+    def on_finish(self, timeline: RequestTimeline) -> None:
+        self._forwarder.on_finish(timeline)
+
+
 class Observed:
-    """A server whose observers can be exchanged between two rounds, and its telemetry process."""
+    """A server that can be observed and not observed, and its telemetry process."""
 
     def __init__(self, model: str, num_streams: int) -> None:
         self.config = Config(
             model=ModelConfig(path=model),
             server=ServerConfig(stream_interval=1, served_model_name=NAME),
-            scheduler=SchedulerConfig(max_num_seqs=num_streams),
+            scheduler=SchedulerConfig(max_num_seqs=num_streams, speculation="off"),  # drafts pay now and then
         )
         attribution, metrics = Attribution(), Metrics(NAME, "0")
         flight, pauses = Flight(self.config, "0"), GcPauses()
         flight.listen(pauses, LoopWaits(), metrics, attribution.interruptions)
         observers = {"recorder": flight, "causes": attribution, "metrics": metrics, "logs": logs.Logs(10.0)}
-        forwarder = Forwarder()
-        self.sides = {"off": Hub([]), "on": forwarder.hub, "here": Hub(observers.values(), MAX_DELAY_S)}
         self.single = {name: Hub([observer], MAX_DELAY_S) for name, observer in observers.items()}
-        self.client = AsyncEngine(ProcessTransport(self.config), forwarder.hub, 30.0)
-        self.telemetry = TelemetryProcess(self.config, forwarder, self.client.queue_estimate.report)
-        self.service = Service(self.config, self.client, forwarder.hub, None, self.telemetry.ledgers)
+        self.forwarder = Forwarder()
+        self._unobserved = Hub([Ends(self.forwarder)])
+        self.client = AsyncEngine(ProcessTransport(self.config), self.forwarder.hub, 30.0)
+        self.telemetry = TelemetryProcess(self.config, self.forwarder, self.client.queue_estimate.report)
+        self.service = Service(self.config, self.client, self.forwarder.hub, None, self.telemetry.ledgers)
 
     def observe(self, hub: Hub) -> None:
         self.client.observer = self.service.observer = hub
+
+    def turn_on(self) -> None:
+        """The telemetry process gets all facts from now on."""
+        if self.client.observer is not self.forwarder.hub:
+            self.observe(self.forwarder.hub)
+            self.telemetry.resume()
+
+    def turn_off(self) -> None:
+        """Nothing is observed from now on."""
+        if self.client.observer is self.forwarder.hub:
+            self.forwarder.catch_up()
+            self.forwarder.cut()
+        self.observe(self._unobserved)
 
     async def start(self) -> tuple[Listener, int, int]:
         """Returns what listens, and the numbers of the API port and of the operations port."""
@@ -331,31 +370,28 @@ async def compare(arguments: argparse.Namespace) -> None:
     runner, port, ops_port = await server.start()
     url = f"http://127.0.0.1:{port}"
     client = Worker("load", [sys.executable, "-m", "benchmarks.http_client", url, NAME], Path("build/bench/load.log"))
+    requests = planned(arguments.streams, arguments.max_tokens, arguments.turnover)
 
-    async def run_load(max_tokens: int = arguments.max_tokens) -> dict[str, float]:
-        requests = [PlannedRequest(0.0, f"{i} is", [], max_tokens) for i in range(arguments.streams)]
-        begin_us = processor_us(server.telemetry.pid)
-        figures = summarise(await asyncio.to_thread(client.drive, requests))
-        await asyncio.sleep(SETTLE_S)
-        end_us, num_tokens = processor_us(server.telemetry.pid), arguments.streams * max_tokens
-        return figures | {f"{name}_us_per_token": (end_us[name] - begin_us[name]) / num_tokens for name in end_us}
+    async def run_load(requests: Sequence[PlannedRequest] = requests) -> list[Answer]:
+        return await asyncio.to_thread(client.drive, requests)
 
     try:
-        server.observe(server.sides["off"])
-        await run_load()
+        await run_load(requests[: arguments.streams])
         if "sides" in arguments.parts:
-            await compare_sides(server, run_load, arguments.rounds)
+            sides = Ways("off", "on", {"off": server.turn_off, "on": server.turn_on}, OBSERVING_LEAD_S)
+            await alternate(sides, run_load, server.telemetry.pid, arguments.rounds)
             for name, hub in server.single.items():
                 server.observe(hub)
-                await run_load()
-                spent_us = hub.spent_ns / 1e3 / (arguments.streams * arguments.max_tokens)
-                print(f"{name} alone, in the front end: {spent_us:.1f} µs a token")
-        server.observe(server.sides["on"])
+                await run_load(requests[: arguments.streams])
+                await asyncio.sleep(SETTLE_S)
+                num_tokens = sum(request.new_tokens for request in requests[: arguments.streams])
+                print(f"{name} alone, in the front end: {hub.spent_ns / 1e3 / num_tokens:.1f} µs a token")
+        server.turn_on()
         if "scrapes" in arguments.parts:
             await measure_rest()
             await measure_scrapes("the API port", port)
             await measure_scrapes("the operations port", ops_port)
-            await compare_scraped(ops_port, run_load, arguments.rounds)
+            await compare_scraped(ops_port, run_load, server.telemetry.pid, arguments.rounds)
     finally:
         await asyncio.to_thread(client.close)
         await runner.cleanup()
@@ -364,49 +400,131 @@ async def compare(arguments: argparse.Namespace) -> None:
         await server.telemetry.close()
 
 
+def planned(num_streams: int, max_tokens: int, turnover: int) -> list[PlannedRequest]:
+    """Requests that keep so many streams running: those that do not run wait, and they end one after the other."""
+    lengths = [max_tokens * (i + 1) // num_streams for i in range(num_streams)] + [max_tokens] * num_streams * turnover
+    return [PlannedRequest(0.0, f"{i} is", [], length) for i, length in enumerate(lengths)]
+
+
 def processor_us(pid: int | None) -> dict[str, float]:
     """Microseconds of a core that this process has used, and that the main thread of the telemetry process has."""
     telemetry_ns = int(Path(f"/proc/{pid}/schedstat").read_text().split()[0])
     return {"front_end": time.process_time() * 1e6, "telemetry": telemetry_ns / 1e3}
 
 
-Load = Callable[[], Awaitable[dict[str, float]]]
+class Ways(NamedTuple):
+    """Two ways to run a server, what enters each, and how long after that it is not measured."""
+
+    base: str
+    other: str
+    enter: Mapping[str, Callable[[], None]]
+    lead_s: float
 
 
-async def compare_sides(server: Observed, run_load: Load, num_rounds: int) -> None:
-    """Print what observing costs: in the telemetry process (on), and in the front end (here)."""
-    figures: dict[str, list[dict[str, float]]] = {name: [] for name in server.sides}
-    for turn in range(num_rounds):
-        for name in list(server.sides)[:: 1 if turn % 2 else -1]:  # there and back: a drift favours none
-            server.observe(server.sides[name])
-            figures[name].append(await run_load())
-    for name in ("on", "here"):
-        for figure in ("tpot_p50_ms", "tokens_per_s", "front_end_us_per_token"):
-            report(figure, figures, "off", name)
-    telemetry_us = statistics.median(run["telemetry_us_per_token"] for run in figures["on"])
-    print(f"telemetry process: {telemetry_us:.2f} µs a token")
+class Turn(NamedTuple):
+    """A part of a load in which one of two ways was gone: its begin and end, and the processor time meanwhile."""
+
+    name: str
+    begin_ns: int
+    end_ns: int
+    used_us: dict[str, float]
 
 
-async def compare_scraped(ops_port: int, run_load: Load, num_rounds: int) -> None:
+async def take_turns(ways: Ways, load: "asyncio.Task[list[Answer]]", pid: int | None) -> list[Turn]:
+    """Goes both ways in turn, there and back, until the load ends."""
+    turns: list[Turn] = []
+    await asyncio.sleep(RAMP_S)
+    while not load.done():
+        name = (ways.base, ways.other, ways.other, ways.base)[len(turns) % 4]
+        ways.enter[name]()
+        await asyncio.sleep(ways.lead_s)
+        begin_ns, began_us = time.monotonic_ns(), processor_us(pid)
+        await asyncio.sleep(TURN_S)
+        used_us = {process: us - began_us[process] for process, us in processor_us(pid).items()}
+        turns.append(Turn(name, begin_ns, time.monotonic_ns(), used_us))
+    return turns
+
+
+async def alternate(ways: Ways, run_load: Load, pid: int | None, num_loads: int) -> None:
+    """Prints how the figures of streams differ between two ways that are gone in turn."""
+    base, other = ways.base, ways.other
+    found: dict[str, list[tuple[float, float]]] = {}
+    for _ in range(num_loads):
+        load = asyncio.create_task(run_load())
+        turns = await take_turns(ways, load, pid)
+        chunks = Chunks(await load)
+        full = [turn for turn in turns if chunks.first_ns <= turn.begin_ns and turn.end_ns <= chunks.last_ns]
+        for at in range(0, len(full) - 3, 4):
+            note(found, chunks.figures_of(full[at : at + 4], base), chunks.figures_of(full[at : at + 4], other))
+        note(found, chunks.percentiles_of(full, base), chunks.percentiles_of(full, other))
+    for figure, pairs in found.items():
+        report(figure, base, other, pairs)
+
+
+def note(found: dict[str, list[tuple[float, float]]], before: dict[str, float], after: dict[str, float]) -> None:
+    for figure, value in before.items():
+        found.setdefault(figure, []).append((value, after[figure]))
+
+
+class Chunks:
+    """What arrived of a load's streams, and when."""
+
+    def __init__(self, streams: Sequence[Answer]) -> None:
+        stamps = [np.array(stream.token_ns) for stream in streams]
+        counts = [np.array(stream.token_counts) for stream in streams]
+        order = np.argsort(np.concatenate([each[1:] for each in stamps]))
+        self._end_ns = np.concatenate([each[1:] for each in stamps])[order]
+        self._gaps_ns = np.concatenate([np.diff(each) for each in stamps])[order]
+        self._counts = np.concatenate([each[1:] for each in counts])[order]
+        begins = sorted(stream.token_ns[0] for stream in streams)
+        self.last_ns = begins[-1]  # from then on streams end and no others begin
+        self.first_ns = min(stream.token_ns[-1] for stream in streams)
+
+    def _of(self, turns: Sequence[Turn], name: str) -> tuple[Sequence[Turn], IntArray, IntArray]:
+        mine = [turn for turn in turns if turn.name == name]
+        bounds = [np.searchsorted(self._end_ns, (turn.begin_ns, turn.end_ns)) for turn in mine]
+        at = np.concatenate([np.arange(begin, end) for begin, end in bounds])
+        return mine, self._gaps_ns[at], self._counts[at]
+
+    def figures_of(self, turns: Sequence[Turn], name: str) -> dict[str, float]:
+        """Of those of the turns in which this way was gone."""
+        mine, gaps_ns, counts = self._of(turns, name)
+        num_tokens, length_s = int(counts.sum()), sum(turn.end_ns - turn.begin_ns for turn in mine) / 1e9
+        used = {
+            f"{process}_us_per_token": sum(turn.used_us[process] for turn in mine) / num_tokens
+            for process in mine[0].used_us
+        }
+        return {"tpot_ms": gaps_ns.sum() / num_tokens / MS, "tokens_per_s": num_tokens / length_s, **used}
+
+    def percentiles_of(self, turns: Sequence[Turn], name: str) -> dict[str, float]:
+        """Likewise: the inter-token latencies."""
+        _, gaps_ns, counts = self._of(turns, name)
+        gaps_ms = np.repeat(gaps_ns / counts / MS, counts)
+        return {f"itl_p{percent}_ms": float(np.percentile(gaps_ms, percent)) for percent in (50, 99)}
+
+
+async def compare_scraped(ops_port: int, run_load: Load, pid: int | None, num_loads: int) -> None:
     """Print what it costs streams that both pages are asked for every SCRAPE_INTERVAL_S."""
-    figures: dict[str, list[dict[str, float]]] = {"quiet": [], "scraped": []}
-    for turn in range(2 * num_rounds):
-        is_scraped = turn % 4 in {1, 2}
-        scraper = await start_scraper(0, ops_port, "/metrics", "/metrics/load") if is_scraped else None
-        figures["scraped" if is_scraped else "quiet"].append(await run_load())
-        if scraper is not None:
-            scraper.terminate()
-            await scraper.wait()
-    for figure in ("itl_p99_ms", "itl_p50_ms", "tokens_per_s"):
-        report(figure, figures, "quiet", "scraped")
+    scraper = await start_scraper(0, ops_port, "/metrics", "/metrics/load")
+    enter = {
+        "quiet": partial(scraper.send_signal, signal.SIGSTOP),
+        "scraped": partial(scraper.send_signal, signal.SIGCONT),
+    }
+    await alternate(Ways("quiet", "scraped", enter, SCRAPING_LEAD_S), run_load, pid, num_loads)
+    enter["scraped"]()
+    scraper.terminate()
+    await scraper.wait()
 
 
-def report(figure: str, figures: Mapping[str, list[dict[str, float]]], base: str, other: str) -> None:
-    before, after = ([run[figure] for run in figures[side]] for side in (base, other))
-    ratios = sorted(a / b for a, b in zip(after, before, strict=True))
+def report(figure: str, base: str, other: str, pairs: Sequence[tuple[float, float]]) -> None:
+    """Print the medians, and the median of the ratios with its range and a 95 % interval for it."""
+    before, after = zip(*pairs, strict=True)
+    ratios = np.array(after) / np.array(before)
+    draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+    low, high = np.percentile(np.median(draws, axis=1), (2.5, 97.5))
     medians = f"{base} {statistics.median(before):.2f}, {other} {statistics.median(after):.2f}"
-    spread = f"{ratios[0]:.3f} to {ratios[-1]:.3f}"
-    print(f"{figure}: {medians}; {other}/{base} of neighbouring rounds {statistics.median(ratios):.4f} ({spread})")
+    spread = f"{low:.3f} to {high:.3f} at 95 %; {len(pairs)} ratios, {min(ratios):.3f} to {max(ratios):.3f}"
+    print(f"{figure}: {medians}; {other}/{base} {np.median(ratios):.4f} ({spread})")
 
 
 async def measure_rest(num_intervals: int = 60) -> None:
@@ -445,9 +563,10 @@ async def start_scraper(times: int, port: int, *paths: str) -> "asyncio.subproce
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--max-tokens", type=int, default=900)
+    parser.add_argument("--turnover", type=int, default=4, help="streams that follow each other in a load")
     parser.add_argument("--model", default="roseinfer/demo", help="a checkpoint with a tokenizer")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=6, help="loads of each comparison")
     parser.add_argument("--rows", type=int, default=64, help="of a step that is traced")
     parser.add_argument("--tokens", type=int, default=128, help="of a request that is traced")
     parser.add_argument("--repeat", type=int, default=2000, help="of each part")

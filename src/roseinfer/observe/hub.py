@@ -55,7 +55,7 @@ Column = npt.NDArray[np.int64]
 class Writes:
     """Some writes, in the order in which they returned."""
 
-    def __init__(self, timelines: list[RequestTimeline], own: Column, arrivals: list[tuple[Arrival, int]]) -> None:
+    def __init__(self, timelines: Sequence[RequestTimeline], own: Column, arrivals: list[tuple[Arrival, int]]) -> None:
         """`own` has a row for each of OWN, `(len(OWN), num_writes)`.
 
         `arrivals` are those of their tokens, each with the count of its writes: the writes with the tokens of one step

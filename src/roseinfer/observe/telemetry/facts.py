@@ -2,16 +2,16 @@
 
 import dataclasses
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from types import GenericAlias
-from typing import Any, get_type_hints
+from typing import Any, get_type_hints, overload
 
 import msgspec
 import numpy as np
 
 from roseinfer.messages import EngineInfo
-from roseinfer.observe.hub import OWN, Writes
+from roseinfer.observe.hub import OWN, Column, Writes
 from roseinfer.observe.metrics.totals import Running
 from roseinfer.records import Arrival, LifecycleState, QueueReport, RequestTimeline, StepRecord, Violation
 
@@ -56,13 +56,40 @@ class SentWrites(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def of(cls, writes: Writes) -> "SentWrites":
         return cls(writes.own.tobytes(), writes.arrivals)
 
-    def taken(self, timelines: Mapping[int, RequestTimeline]) -> Writes:
-        """Returns them, of requests that are here by their serials; adds their stamps to these."""
-        own = np.frombuffer(self.own, np.int64).reshape(len(OWN), -1)
-        written = [timelines[serial] for serial in own[OWN.index("serial")].tolist()]
-        for timeline, written_ns in zip(written, own[OWN.index("written_ns")].tolist(), strict=True):
-            timeline.write_ns.append(written_ns)
-        return Writes(written, own, self.arrivals)
+
+def taken_writes(pieces: Sequence[SentWrites], timelines: Mapping[int, RequestTimeline]) -> Writes:
+    """Returns the writes of requests that are here by their serials; adds their stamps to these."""
+    tables = [np.frombuffer(piece.own, np.int64).reshape(len(OWN), -1) for piece in pieces]
+    own = tables[0] if len(tables) == 1 else np.concatenate(tables, axis=1)
+    serials, order = own[OWN.index("serial")], own[OWN.index("serial")].argsort(kind="stable")
+    stamps: list[int] = own[OWN.index("written_ns")][order].tolist()
+    written, counts = np.unique(serials, return_counts=True)
+    found, begin = dict[int, RequestTimeline](), 0
+    for serial, count in zip(written.tolist(), counts.tolist(), strict=True):  # many of them are one request's
+        timeline = found[serial] = timelines[serial]
+        timeline.write_ns.extend(stamps[begin : begin + count])
+        begin += count
+    return Writes(_Written(serials, found), own, [arrival for piece in pieces for arrival in piece.arrivals])
+
+
+class _Written(Sequence[RequestTimeline]):
+    """The requests of writes, of which few are looked at."""
+
+    def __init__(self, serials: Column, found: Mapping[int, RequestTimeline]) -> None:
+        self._serials = serials
+        self._found = found
+
+    def __len__(self) -> int:
+        return len(self._serials)
+
+    @overload
+    def __getitem__(self, at: int) -> RequestTimeline: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[RequestTimeline]: ...
+    def __getitem__(self, at: int | slice) -> RequestTimeline | list[RequestTimeline]:
+        if isinstance(at, slice):
+            return [self._found[serial] for serial in self._serials[at].tolist()]
+        return self._found[int(self._serials[at])]
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -72,8 +99,8 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A step, with the requests that it gave a token by their serials, as `Advanced` has them."""
 
     record: StepRecord
-    serials: list[int]
-    previous_ns: list[int]
+    serials: list[int] | None  # None: those of the step before in the same batch, in the same order
+    previous_ns: list[int] | int  # one for all of them, where it is the same and each has one token
     changed: list[State]  # of those with a first token or a last one, or that were preempted
 
 

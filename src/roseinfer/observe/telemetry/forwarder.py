@@ -76,6 +76,7 @@ class Forwarder(WriteObserver):
         self._ended_ids: set[str] = set()
         self._refusals: list[str] = []
         self._num_facts = 0
+        self._advanced = Advanced()  # by the newest of the steps
 
     def set_engine_info(self, info: EngineInfo) -> None:
         """Tells what the engine, which is now ready, turned out to be."""
@@ -113,16 +114,20 @@ class Forwarder(WriteObserver):
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         if not self._takes(1):
             return
-        previous_ns = advanced.previous_ns
+        previous_ns, is_same = advanced.previous_ns, advanced == self._advanced
+        serials = None if is_same else [timeline.serial for timeline in advanced]
+        self._advanced = advanced
+        before_ns = previous_ns[0] if previous_ns else 0
+        if before_ns and not record.num_finished and previous_ns.count(before_ns) == len(previous_ns):
+            self._steps.append(Stepped(record, serials, before_ns, []))
+            return
         usual = {record.tokens_ns, advanced.last_ns(record.tokens_ns)} - {0}
-        changed: list[State] = []
-        if record.num_finished or sum(map(previous_ns.count, usual)) < len(previous_ns):
-            changed = [
-                encode_state(timeline)
-                for timeline, before_ns in zip(advanced, previous_ns, strict=True)
-                if before_ns not in usual or timeline.finish_reason is not None
-            ]
-        self._steps.append(Stepped(record, [timeline.serial for timeline in advanced], previous_ns, changed))
+        changed = [
+            encode_state(timeline)
+            for timeline, stamp_ns in zip(advanced, previous_ns, strict=True)
+            if stamp_ns not in usual or timeline.finish_reason is not None
+        ]
+        self._steps.append(Stepped(record, serials, previous_ns, changed))
 
     def on_writes(self, writes: Writes) -> None:
         if not self._takes(len(writes)):

@@ -116,13 +116,14 @@ class TelemetryProcess:
         with theirs:
             await asyncio.get_running_loop().run_in_executor(self._starter, self._forks.fork, theirs)
         forwarder = self._forwarder
-        link = Link(self._replies, _refuse, self._on_lost, forwarder.cut, self._resume)
+        link = Link(self._replies, _refuse, self._on_lost, forwarder.cut, self.resume)
         ours.setblocking(False)
         await asyncio.get_running_loop().create_connection(lambda: link, sock=ours)
         self._link, self._launched_s = link, time.monotonic()
-        self._resume()
+        self.resume()
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
+        """Sends what is true now, after facts were dropped, and every fact from now on."""
         assert self._link is not None
         self._forwarder.resume(self._link.send, self.num_restarts)
 

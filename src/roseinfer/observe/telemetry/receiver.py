@@ -1,6 +1,6 @@
 """The telemetry process's side of facts: decodes them, and gives them to a hub as if they had happened here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -23,6 +23,7 @@ from roseinfer.observe.telemetry.facts import (
     Stepped,
     decode_stamps,
     decode_state,
+    taken_writes,
 )
 from roseinfer.observe.telemetry.link import Reply
 from roseinfer.records import Advanced, LifecycleState, QueueReport, RequestTimeline
@@ -114,24 +115,34 @@ class Receiver:
             timeline = RequestTimeline(**decode_state(state))
             self._open[timeline.serial] = timeline
             hub.on_start(timeline)
-        for step in batch.steps:
-            self._take_step(step)
-        for writes in batch.writes:
-            hub.on_writes(writes.taken(self._open))
+        self._take_steps(batch.steps)
+        if batch.writes:
+            hub.on_writes(taken_writes(batch.writes, self._open))
         for state in batch.ended:
             timeline = self._update(state)
             del self._open[timeline.serial]
             hub.on_finish(timeline)
         hub.catch_up()  # they have waited long enough, and will not be cheaper together with others
 
-    def _take_step(self, step: Stepped) -> None:
-        tokens_ns, timelines = step.record.tokens_ns, self._open
-        advanced = Advanced([timelines[serial] for serial in step.serials], step.previous_ns)
-        for timeline in advanced:
-            timeline.token_ns.append(tokens_ns)
-        for state in step.changed:
-            self._update(state)
-        self._observation.hub.on_step(step.record, advanced)
+    def _take_steps(self, steps: Sequence[Stepped]) -> None:
+        """Gives each step a list of its requests, and these the stamps of their tokens, of many steps at a time."""
+        on_step, advanced, stamps_ns = self._observation.hub.on_step, Advanced(), list[int]()
+        for step in steps:
+            record, previous_ns = step.record, step.previous_ns
+            if step.serials is not None or not isinstance(previous_ns, int):
+                _stamp(advanced, stamps_ns)
+                stamps_ns = []
+            if step.serials is not None:
+                advanced = Advanced(map(self._open.__getitem__, step.serials))
+            if isinstance(previous_ns, int):
+                stamps_ns.append(record.tokens_ns)
+                previous_ns = [previous_ns] * len(advanced)
+            else:  # some have several tokens
+                _stamp(advanced, [record.tokens_ns])
+            for state in step.changed:
+                self._update(state)
+            on_step(record, Advanced(advanced, previous_ns))
+        _stamp(advanced, stamps_ns)
 
     def _update(self, state: State) -> RequestTimeline:
         fields = decode_state(state)
@@ -168,3 +179,8 @@ class Receiver:
             setattr(timeline, name, value)
         timeline.token_ns, timeline.write_ns = decode_stamps(request.token_ns), decode_stamps(request.write_ns)
         return timeline
+
+
+def _stamp(timelines: Iterable[RequestTimeline], stamps_ns: Sequence[int]) -> None:
+    for timeline in timelines if stamps_ns else ():
+        timeline.token_ns.extend(stamps_ns)

@@ -231,7 +231,9 @@ async def test_a_request_travels_when_it_changed_and_not_when_a_drafted_token_wa
     timelines = [RequestTimeline(request_id=f"r-{serial}", recv_ns=1, serial=serial) for serial in range(3)]
     for timeline in timelines:
         ends.forwarder.hub.on_start(timeline)
-    for number, advanced in enumerate((timelines, timelines, [timelines[0], *timelines], timelines[1:], timelines)):
+    drafted, others = [timelines[0], *timelines], timelines[1:]
+    steps = (timelines, timelines, drafted, drafted, others, timelines, timelines)
+    for number, advanced in enumerate(steps):
         tokens_ns, previous_ns = (number + 1) * MS, []
         for timeline in advanced:
             previous_ns.append(timeline.token_ns[-1] if timeline.token_ns else 0)
@@ -241,7 +243,8 @@ async def test_a_request_travels_when_it_changed_and_not_when_a_drafted_token_wa
     ends.forwarder.catch_up()
     (batch,) = (message for message in ends.sent if isinstance(message, Batch))
     changed = [[decode_state(state)["serial"] for state in step.changed] for step in batch.steps]
-    assert changed == [[0, 1, 2], [], [], [], [0]], "at the first token, and when it was left out"
+    assert changed == [[0, 1, 2], [], [], [], [], [0], []], "at the first token, and when it was left out"
+    assert [step.serials for step in batch.steps] == [[0, 1, 2], None, [0, 0, 1, 2], None, [1, 2], [0, 1, 2], None]
     assert [each.token_ns for each in ends.observation.flight.in_flight] == [each.token_ns for each in timelines]
 
 
