@@ -8,7 +8,11 @@ import dataclasses
 import json
 import re
 import time
+<<<<<<< HEAD
 from collections.abc import Iterator, Sequence
+=======
+from collections.abc import Callable, Collection, Iterator, Sequence
+>>>>>>> 04e6de99 (Grammars: forced texts are spelled by the library tokenizers, and the vocabulary has one tree of tokens)
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +21,7 @@ from typing import Any, cast
 import llguidance
 import msgspec
 import numpy as np
+import tokenizers
 from msgspec.structs import replace
 
 from roseinfer.engine.core.constraint import MaskArray, Matcher
@@ -27,6 +32,7 @@ from roseinfer.text.grammar.source import GrammarCache
 from roseinfer.text.grammar.thoughts import ThoughtMatcher, ThoughtTokens, TokenTexts
 from roseinfer.text.grammar.tokenizer_file import TokenizerFile
 from roseinfer.text.tokenizer.files import tokenizer_file
+from roseinfer.text.tokenizer.tokenizer import byte_spelling
 
 MAX_MESSAGE_CHARS = 200
 # In which the worst expression grows by about 5 MiB; a usual one is done with growing before.
@@ -85,6 +91,91 @@ _BAD_EXPRESSION = re.compile(
 )
 
 
+<<<<<<< HEAD
+=======
+class _Words(msgspec.Struct, frozen=True):
+    vocab: dict[str, int] | list[tuple[str, float]] = {}
+
+    def texts(self) -> list[str]:
+        return list(self.vocab) if isinstance(self.vocab, dict) else [word for word, _ in self.vocab]
+
+    def ids(self) -> Collection[int]:
+        return self.vocab.values() if isinstance(self.vocab, dict) else range(len(self.vocab))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFile:
+    """What must be known of tokenizer.json."""
+
+    control: dict[int, str]  # the names of the added tokens that no answer contains
+    text_ids: dict[str, int]  # the added tokens that an answer may contain, by their text
+    num_ids: int
+    spell: Callable[[str], bytes]  # a piece of the vocabulary
+    # The file with control tokens hidden, whose names are tokenised as any text is, and without a blank before a text.
+    spelling_control: bytes
+
+    @classmethod
+    def read(cls, source: str, eos_token_ids: Collection[int]) -> "TokenizerFile":
+        """Raises ValueError where tokens spell no bytes, or one is too long.
+
+        It would be beyond the library's tree, or keep it busy for minutes.
+        """
+        parts = msgspec.json.decode(source, type=dict[str, msgspec.Raw])
+        model = msgspec.json.decode(parts.get("model", b"{}"), type=_Words)
+        added = msgspec.json.decode(parts.get("added_tokens", b"[]"), type=list[dict[str, Any]] | None) or []
+        words = model.texts()
+        longest = max(map(len, (*words, *(token["content"] for token in added))), default=0)
+        if longest > MAX_TOKEN_CHARS:
+            raise ValueError(
+                f"a token has {longest:,} characters, and {MAX_TOKEN_CHARS} are the most a grammar can use"
+            )
+        control = {token["id"]: token["content"] for token in added if _is_control(token, eos_token_ids)}
+        of_model = {*words} & {*control.values()}
+        kept: list[dict[str, Any]] = []
+        for token in added:
+            if token["id"] not in control:
+                # A token that takes the blanks around it would not spell the text that it was made of.
+                kept.append(token | {"lstrip": False, "rstrip": False})
+            elif token["content"] not in of_model:  # a token of the model has its id from there; others count theirs
+                kept.append(token | {"content": _HIDDEN.format(token["id"])})
+        parts["added_tokens"] = msgspec.Raw(msgspec.json.encode(kept))
+        for name in ("normalizer", "pre_tokenizer"):
+            step = _adding_no_blank(msgspec.json.decode(parts.get(name, b"null"), type=dict[str, Any] | None))
+            parts[name] = msgspec.Raw(msgspec.json.encode(step))
+        text_ids = {token["content"]: token["id"] for token in added if token["id"] not in control}
+        num_ids = 1 + max((*model.ids(), *control, *text_ids.values()), default=-1)
+        spell = byte_spelling(msgspec.json.decode(parts.get("decoder", b"null"), type=dict[str, Any] | None))
+        if spell is None:
+            raise ValueError("its tokens are words and not bytes")
+        return cls(control, text_ids, num_ids, spell, msgspec.json.encode(parts))
+
+    def with_ids(self, lark: str) -> str:
+        """Replaces names of tokens that are text, such as `<think>`, by ids, in the same columns where they fit."""
+
+        def replace(found: re.Match[str]) -> str:
+            token_id = self.text_ids.get(found["name"] or "")
+            return found[0] if token_id is None else f"<[{token_id}]>".ljust(len(found[0]))
+
+        return _LARK_PARTS.sub(replace, lark)
+
+
+def _adding_no_blank(step: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A normalizer or pre-tokenizer without the blank that SentencePiece puts before a text: others stand before it."""
+    if step is None or step["type"] == "Prepend":
+        return None
+    for parts in ("normalizers", "pretokenizers"):
+        if parts in step:
+            return step | {parts: [part for part in map(_adding_no_blank, step[parts]) if part is not None]}
+    blanks = {"add_prefix_space": False, "prepend_scheme": "never"}
+    return step | {name: value for name, value in blanks.items() if name in step}
+
+
+def _is_control(token: dict[str, Any], eos_token_ids: Collection[int]) -> bool:
+    """Some vocabularies mark the tags of calls as special (Hermes 3), but an answer with calls contains them."""
+    return token["id"] in eos_token_ids or (bool(token.get("special")) and token["content"] not in CALL_TAGS)
+
+
+>>>>>>> 04e6de99 (Grammars: forced texts are spelled by the library tokenizers, and the vocabulary has one tree of tokens)
 class Vocabulary:
     """The tokens of a checkpoint in the library's form: 50,000 are read in 0.3 s and take 45 MB."""
 
@@ -105,9 +196,9 @@ class Vocabulary:
         tokens = _Tokens(file, vocab_size, eos)
         wrapper = cast("llguidance.TokenizerWrapper", tokens)
         tokenizer = llguidance.LLTokenizer(wrapper, eos_token=eos or None, slices=_SLICES)
-        texts = TokenTexts(b"" if token_id in file.control else text for token_id, text in enumerate(tokens.tokens))
         tokens.tokens = []  # the library has its own
-        return cls(tokenizer, vocab_size, dataclasses.replace(file, spelling_control=""), texts)
+        tokens.spell_otherwise = tokenizer.greedy_tokenize
+        return cls(tokenizer, vocab_size, dataclasses.replace(file, spelling_control=b""), tokens.texts)
 
     def thought_tokens(self, thought: Thought) -> ThoughtTokens:
         """What thoughts between these tags are made of: any text, and the tags also where they are control."""
@@ -161,27 +252,29 @@ class _Tokens:
 
     is_tokenizer_wrapper = True
     bos_token_id = None
+    spell_otherwise: Callable[[str], list[int]]  # by the longest tokens
 
     def __init__(self, file: TokenizerFile, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._inner = llguidance.LLTokenizer(file.spelling_control, slices=[])
-        num_tokens = max(vocab_size, self._inner.vocab_size)  # the model's head may have rows that no token belongs to
-        self.tokens = [self._bytes(token_id) for token_id in range(num_tokens)]
+        self._inner = tokenizers.Tokenizer.from_buffer(file.spelling_control)
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        num_tokens = max(vocab_size, file.num_ids)  # the model's head may have rows that no token belongs to
+        pieces = map(self._inner.id_to_token, range(num_tokens))
+        texts = (b"" if piece is None else file.spell(piece) for piece in pieces)
+        # The byte 255, which no text has, marks control tokens in the library.
+        self.tokens = [b"" if text.startswith(b"\xff") else text for text in texts]
+        self.texts = TokenTexts(b"" if token_id in file.control else text for token_id, text in enumerate(self.tokens))
         for token_id, name in file.control.items():
             self.tokens[token_id] = name.encode()
         self.special_token_ids = [*{*file.control, *eos_token_ids}]
         self.eos_token_id = eos_token_ids[0] if eos_token_ids else None
 
-    def _bytes(self, token_id: int) -> bytes:
-        """Empty for an id without a token, which the library spells by its number."""
-        spelled = self._inner.decode_bytes([token_id])
-        return b"" if spelled == b"<[%d]>" % token_id else spelled
-
     def __call__(self, text: str) -> list[int]:
-        """Tokens that spell the text. A tokenizer that changes a text first, to NFC or by a blank, may have others."""
-        token_ids = self._inner.tokenize_str(text)
-        if self._inner.decode_bytes(token_ids) == text.encode():
+        """Tokens that spell the text. A tokenizer that changes a text first, to NFC for one, may have others."""
+        token_ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        if b"".join(map(self.texts.__getitem__, token_ids)) == text.encode():
             return token_ids
-        return self._inner.greedy_tokenize(text)
+        return self.spell_otherwise(text)
 
 
 def can_grow(grammar: Grammar) -> bool:

@@ -248,12 +248,17 @@ def _frame(inner: tokenizers.Tokenizer, config: TokenizerConfig) -> processors.T
     )
 
 
-def _spelling(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
+def byte_spelling(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | None:
+    """How pieces spell bytes; None where they spell words, with blanks between them that no piece has."""
     kinds = _kinds(decoder, "decoders")
     if "ByteLevel" in kinds:
         return _byte_level_bytes
-    if kinds & {"ByteFallback", "Metaspace"}:
-        return _sentencepiece_bytes
+    return _sentencepiece_bytes if kinds & {"ByteFallback", "Metaspace"} else None
+
+
+def _spelling(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
+    if (spell := byte_spelling(decoder)) is not None:
+        return spell
     for part in _parts(decoder, "decoders"):
         if part["type"] == "WordPiece":
             return partial(_word_piece_bytes, part["prefix"])

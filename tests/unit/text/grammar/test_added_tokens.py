@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from roseinfer.engine.core.constraint import Matcher
 from roseinfer.errors import InvalidRequest
@@ -233,7 +235,7 @@ def test_a_name_that_no_token_has_is_refused_at_its_place(loaded: Loaded) -> Non
 
 
 def test_names_are_replaced_in_a_lark_grammar_and_nowhere_inside_its_texts() -> None:
-    file = TokenizerFile({}, {"<a>": 7, "<bcd>": 12345}, "{}")
+    file = TokenizerFile({}, {"<a>": 7, "<bcd>": 12345}, 0, str.encode, b"{}")
     for source, replaced in (
         ("start: <a> <bcd>+", "start: <[7]> <[12345]>+"),
         ('start: "<a>" <a>', 'start: "<a>" <[7]>'),
@@ -275,3 +277,25 @@ def test_a_control_token_of_the_model_itself_keeps_the_ids_of_the_others(tmp_pat
     for token_id in range(vocabulary.vocab_size):
         assert spelled(vocabulary._tokenizer.decode_bytes([token_id])) == server.spell(token_id)
     vocabulary.compile(Grammar("choice", json.dumps(["<s><think>" + EOS_TEXT])))
+
+
+@pytest.mark.parametrize("form", ["normalizer", "metaspace"])
+def test_a_forced_text_gets_no_blank_that_sentencepiece_puts_before_one(form: str, tmp_path: Path) -> None:
+    """And its tokens are the model's own: `a` and `bcd` by the order of merges, where the longest first are `ab`, `c` and `d`."""
+    words = ["\u2581", *"abcd", "bc", "ab", "bcd", *(f"<0x{byte:02X}>" for byte in range(256))]
+    merges = [("b", "c"), ("bc", "d"), ("a", "b")]
+    vocab = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
+    inner = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))  # noqa: S106 - of text
+    blanks = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    if form == "normalizer":
+        inner.normalizer = normalizers.Sequence(blanks)
+    else:
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    inner.add_special_tokens(["<unk>", "</s>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = Vocabulary.load(tmp_path, len(vocab), [vocab["</s>"]])
+    assert vocabulary._tokenizer.tokenize_str("abcd") == [vocab["a"], vocab["bcd"]]
+    assert vocabulary._tokenizer.tokenize_str(" a\n") == [vocab["\u2581"], vocab["a"], vocab["<0x0A>"]]
+    forced = vocabulary.compile(Grammar("choice", json.dumps(["abcd abcd"]))).matcher().forced()
+    assert forced[:2] == [vocab["a"], vocab["bcd"]]
