@@ -281,7 +281,7 @@ def test_a_control_token_of_the_model_itself_keeps_the_ids_of_the_others(tmp_pat
 
 @pytest.mark.parametrize("form", ["normalizer", "metaspace"])
 def test_a_forced_text_gets_no_blank_that_sentencepiece_puts_before_one(form: str, tmp_path: Path) -> None:
-    """And its tokens are the model's own: `a` and `bcd` by the order of merges, where the longest first are `ab`, `c` and `d`."""
+    """And its tokens are the model's: `a` and `bcd` by the order of merges, where the longest are `ab`, `c` and `d`."""
     words = ["\u2581", *"abcd", "bc", "ab", "bcd", *(f"<0x{byte:02X}>" for byte in range(256))]
     merges = [("b", "c"), ("bc", "d"), ("a", "b")]
     vocab = {word: i for i, word in enumerate(["<unk>", "</s>", *words])}
