@@ -3,10 +3,11 @@
     python -m benchmarks.costs.mixed_load [--quick] [--model DIR] [--rate 4] [--seconds 20] [--rounds 3]
         [--target-itl-ms MS] [--set NAME=OPTION=VALUE] [--only NAME,NAME] [--out FILE]
 
-Requests come as a Poisson process, with prompts of 16 to 400 tokens and 128 new ones, over HTTP. `whole steps` is a
-fixed budget, which holds a prompt of any length; `default` has no option; with a target there is a third. Each setting
-is a server of its own; all but the one that is measured are paused, and a round has the same requests for each. ITL are
-those of all streams; medians over the rounds, and their ranges in brackets.
+Requests come as a Poisson process, with prompts of 16 to 400 tokens and 128 new ones, over HTTP, in float32. `whole
+steps` is a fixed budget, which holds a prompt of any length; `default` has no other option; with a target there is a
+third, and `--set NAME=model.dtype=bfloat16` makes one of another type. Each setting is a server of its own; all but
+the one that is measured are paused, and a round has the same requests for each. ITL are those of all streams; medians
+over the rounds, and their ranges in brackets.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from benchmarks import protocol
 from benchmarks.figures import Spread, summarise
 from benchmarks.machine import Sitting, part_parser
 from benchmarks.random_gpt2 import make
@@ -25,6 +27,7 @@ from benchmarks.workloads import PlannedRequest, Words, requests_of
 
 PROMPT_TOKENS, NEW_TOKENS = (16, 400), 128
 SETTINGS: dict[str, dict[str, str]] = {"whole steps": {"scheduler.max_prefill_tokens": "512"}, "default": {}}
+COMMON = {"model.dtype": "float32"}  # unless a setting has its own
 FIGURES = ("tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "p99/p50")
 
 
@@ -73,10 +76,10 @@ def main() -> int:
         arguments.rounds, arguments.seconds = 1, 5.0
     model, log, sitting = make(arguments.model), Path("build") / "mixed_load.log", Sitting("mixed")
     words, rounds = Words(model / "tokenizer.json"), dict[str, list[dict[str, float]]]()
-    with ExitStack() as stack:
+    with protocol.own_session_raised(), ExitStack() as stack:
         servers = dict[str, Server]()
         for name, options in settings_of(arguments).items():
-            servers[name] = stack.enter_context(start_roseinfer(name, model, options, log))
+            servers[name] = stack.enter_context(start_roseinfer(name, model, COMMON | options, log))
             servers[name].drive(requests_of(WARM_UP, words, repeat=-1))
             servers[name].pause()
         for turn in range(arguments.rounds):
