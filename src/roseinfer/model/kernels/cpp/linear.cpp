@@ -54,6 +54,9 @@ constexpr int64_t kMaxSums = 128 * 192;       // with so many sums, 96 KiB, that
 constexpr int64_t kWorthThreads = 1 << 16;    // words to multiply; below, waking a thread costs more than it saves
 constexpr int64_t kWorthQuantizing = 16384;   // numbers, of which the same is true
 
+constexpr int64_t kReadOnce = 512 << 10;      // bytes; a model has some dozens of such weights and a head, so that a last
+                                              // cache of 32 MiB holds none of them until the next step
+
 struct Int4 {
     uint8_t numbers;  // two of them
 };
@@ -87,6 +90,7 @@ struct Block {
     float* sums;          // [row][kPanel]
     const float* ahead;  // the words to prefetch, those of one step every so many:
     int64_t every;
+    bool is_read_once;  // the weight, until the next step: no other block reads it, and no cache would keep it
 };
 
 // The type of sums in registers. Of int8 they are integers there: GCC 12 keeps a second copy of each sum in
@@ -166,11 +170,15 @@ inline __attribute__((always_inline)) void multiply_word(const float* x, int64_t
 // Prefetches words of the weight while a block goes through others.
 class Ahead {
 public:
-    explicit Ahead(const Block& block) : next_(block.ahead), every_(block.every) {}
+    explicit Ahead(const Block& block) : next_(block.ahead), every_(block.every), is_once_(block.is_read_once) {}
 
     inline __attribute__((always_inline)) void step(int64_t num_words) {
         if (--wait_ > 0) return;
-        for (int64_t i = 0; i < num_words * kPanel; i += kLineWords) prefetch_to_level2(next_ + i);
+        if (is_once_) {
+            for (int64_t i = 0; i < num_words * kPanel; i += kLineWords) prefetch_once(next_ + i);
+        } else {
+            for (int64_t i = 0; i < num_words * kPanel; i += kLineWords) prefetch_to_level2(next_ + i);
+        }
         next_ += num_words * kPanel;
         wait_ = every_;
     }
@@ -178,6 +186,7 @@ public:
 private:
     const float* next_;
     int64_t every_, wait_ = 1;
+    bool is_once_;
 };
 
 // Not inlined, so that the general registers are enough for the rows' addresses.
@@ -408,6 +417,7 @@ void multiply_chunk(const Linear& linear, const Block& all, int64_t num_rows, co
         const int64_t row = num_rows * index / num_blocks, end = num_rows * (index + 1) / num_blocks;
         block.x = all.x + row * block.row_step;
         block.sums = all.sums + row * kPanel;
+        block.is_read_once = num_blocks == 1 && all.is_read_once;
         block.ahead = num_blocks == 1 ? all.weight + kNear : all.ahead + num_steps * index / num_blocks * step * kPanel;
         if (block.is_last) ask_for_outputs(out + row * linear.num_outputs, linear.num_outputs, end - row);
         multiply_block<T>(end - row, block);
@@ -423,6 +433,7 @@ void multiply_panels(const Linear& linear, const float* x, const float* scales, 
     const int64_t chunk = ((num_words + num_chunks - 1) / num_chunks + kGroupWords - 1) / kGroupWords * kGroupWords;
     Block block = {};
     block.row_step = row_words<T>(num_words);
+    block.is_read_once = linear.num_outputs * num_words * int64_t(sizeof(float)) >= kReadOnce;
     for (int64_t word = 0; word < num_words; word += chunk) {
         block.x = x + row_words<T>(word);
         block.num_words = std::min(chunk, num_words - word);
