@@ -15,12 +15,16 @@ class Source:
     address: str = ""
 
 
-def admits(release: Rendered, source: Source, port: str) -> bool:
-    """Whether a serving pod takes a connection to its port of that name. Without a policy it takes all."""
+def admits(release: Rendered, source: Source, port: str | int) -> bool:
+    """Whether a serving pod takes a connection to a port of its own by name, or to another by number.
+
+    Without a policy it takes all.
+    """
     labels = release.pod["metadata"]["labels"]
     policies = [each["spec"] for each in release.of("NetworkPolicy") if _matches(each["spec"]["podSelector"], labels)]
     policies = [each for each in policies if "Ingress" in each["policyTypes"]]
-    number = next(each["containerPort"] for each in release.server["ports"] if each["name"] == port)
+    own = {each["name"]: each["containerPort"] for each in release.server["ports"]}
+    number = port if isinstance(port, int) else own[port]
     rules = [rule for policy in policies for rule in policy.get("ingress", [])]
     return not policies or any(_rule_admits(rule, source, {port, number}) for rule in rules)
 

@@ -133,6 +133,8 @@ def test_lines_that_are_no_objects(tmp_path: Path) -> None:
     errors = read(tmp_path / "out.errors.jsonl")
     assert len(errors) == 4
     assert all(error["response"] is None and error["custom_id"] is None for error in errors)
+    numbers = [error["error"]["message"].partition(":")[0] for error in errors]
+    assert numbers == ["Line 1", "Line 4", "Line 5", "Line 6"], "a line without a name is found by its number"
 
 
 def test_a_run_goes_on_from_any_byte_of_the_journal(

@@ -116,6 +116,22 @@ async def test_the_ports_answer_before_the_engine_does(tmp_path: Path) -> None:
         assert server.listener.states == [LifecycleState.STARTING, LifecycleState.LOADING, LifecycleState.READY]
 
 
+async def test_without_an_address_both_ports_listen_on_both_families(tmp_path: Path) -> None:
+    """As in a pod, whose kubelet asks at an address of IPv6 in some clusters, and of IPv4 in others."""
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+    ops_port = free_port()
+    async with running(tmp_path, host="", ops_host="", ops_port=ops_port) as server:
+        for host in ("127.0.0.1", "[::1]"):
+            for port in (server.port, ops_port):
+                async with server.session.get(f"http://{host}:{port}/readyz") as response:
+                    assert response.status == 200
+        assert server.ready_urls == [f"http://localhost:{server.port}"]
+
+
 async def test_text_is_loaded_while_the_engine_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     is_loaded, load = threading.Event(), TextModel.load
 

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from roseinfer.batch.journal import Journal
-from roseinfer.batch.lines import Answer, LineEngine, custom_id_of, digest_of, refuse
+from roseinfer.batch.lines import Answer, LineEngine, custom_id_of, digest_of, parse_line, refuse
 from roseinfer.bench.report import Pool, say
 from roseinfer.cli.progress import Progress, show_loading
 from roseinfer.config.options import Config
@@ -217,17 +217,28 @@ def report(progress: Progress, file: Path, num_lines: int, tally: Tally) -> None
 
 
 def unanswered(file: Path, journal: Journal, tally: Tally) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines without an answer; one that has the name of a line before it gets its error here."""
+    """Yields the lines without an answer. A line with no name, or with that of one before it, gets its error here."""
     first_with: dict[str, int] = {}
     for index, raw in read_lines(file):
         name = custom_id_of(raw)
         first = index if name is None else first_with.setdefault(name, index)
         if journal.has_answer(index, digest_of(raw)):
             continue
-        if first == index:
+        error = nameless(index, raw) if name is None else None
+        if first != index:
+            error = InvalidRequest(f"`custom_id`: line {first + 1} has the same.", param="custom_id")
+        if error is None:
             yield index, raw
             continue
-        error = InvalidRequest(f"`custom_id`: line {first + 1} has the same.", param="custom_id")
         answer = refuse(raw, error, name)
         journal.add(index, digest_of(raw), answer.line, is_error=True)
         tally.add(answer)
+
+
+def nameless(index: int, raw: bytes) -> InvalidRequest | None:
+    """What is wrong with a line that has no name, with its number, by which alone it can be found."""
+    try:
+        parse_line(raw)
+    except InvalidRequest as error:
+        return InvalidRequest(f"Line {index + 1}: {error.message}", param=error.param)
+    return None
