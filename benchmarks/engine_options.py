@@ -10,7 +10,6 @@ from roseinfer.config.sources import Given, load
 from roseinfer.errors import ConfigError
 from roseinfer.model.kernels.library import find_built, kernels_directory, levels_here
 from roseinfer.runtime import memory
-from roseinfer.runtime.openmp import prefer_short_waits
 
 if TYPE_CHECKING:
     from roseinfer.model.runner import ModelRunner  # imports torch
@@ -46,7 +45,6 @@ def require_kernels() -> None:
 def load_as_engines_do(config: Config, num_slots: int) -> "ModelRunner":
     """A runner without an engine, with the settings of malloc and pages that the engine's process has."""
     memory.prefer_huge_pages()
-    prefer_short_waits()
     from roseinfer.model.runner import load_runner
 
     runner = load_runner(config, num_slots, lambda *_: None)

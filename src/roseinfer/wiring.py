@@ -35,7 +35,6 @@ from roseinfer.observe.tracing.nvtx import make_marker
 from roseinfer.records import LifecycleState, Observer
 from roseinfer.runtime import memory
 from roseinfer.runtime.child_process import live_as_child
-from roseinfer.runtime.openmp import prefer_short_waits
 from roseinfer.runtime.stand_ins import forget_stand_ins, stand_in
 
 _log = logging.getLogger(__name__)
@@ -73,7 +72,6 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
     clock = _StartupClock(on_progress)
     clock.enter(LifecycleState.LOADING, "import", "importing torch")
     memory.prefer_huge_pages()
-    prefer_short_waits()
     memory.map_large_pieces()  # until `keep_freed_memory`
     from roseinfer.model.device_stream import TorchProfiler
     from roseinfer.model.runner import load_runner
