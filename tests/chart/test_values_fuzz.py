@@ -26,7 +26,7 @@ OF_KUBERNETES = {  # a field of what is an object of its own
 
 
 def paths(tree: Object, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Object]]:
-    """Every value of the schema that has a name; of the program's own options the sections."""
+    """Every value of the schema that has a name; of the program's own options `config` alone."""
     for name, child in tree.get("properties", {}).items():
         path = (*before, name)
         yield path, child
@@ -35,6 +35,7 @@ def paths(tree: Object, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 
 PATHS = dict(paths(SCHEMA))
+OPTIONS = {name: tree for name, tree in SCHEMA["properties"]["config"]["properties"].items() if "properties" in tree}
 
 
 def nested(path: tuple[str, ...], value: Any) -> Object:
@@ -74,6 +75,13 @@ def test_a_null_is_a_default_or_is_named(helm: HelmProcess, path: tuple[str, ...
         assert complaint(helm, nested(path, [None])) is None
     if kind == "object" and "properties" not in PATHS[path]:
         assert complaint(helm, nested(path, {OF_KUBERNETES.get(path[-1], "a"): None})) is None
+
+
+@pytest.mark.parametrize("section", sorted(OPTIONS))
+def test_a_null_in_the_programs_options_is_a_default_or_is_named(helm: HelmProcess, section: str) -> None:
+    assert complaint(helm, {"config": {section: None}}) is None
+    for option in OPTIONS[section]["properties"]:
+        assert complaint(helm, {"config": {section: {option: None}}}) is None, option
 
 
 def chosen(schema: Object, draw: random.Random) -> Any:
