@@ -33,7 +33,7 @@ from roseinfer.messages import SamplingParams
 from roseinfer.model.device_stream import CudaStream, Event, Stream, to_device
 from roseinfer.model.loading import LoadedModel, OnProgress, load_model
 from roseinfer.model.pooling import pool, to_host
-from roseinfer.model.sampling.logprobs import Logprobs, PromptScores
+from roseinfer.model.sampling.logprobs import Logprobs, PromptScores, rows_by_count
 from roseinfer.model.sampling.sampler import Sampler
 from roseinfer.model.steps.graphs import CudaGraphs, GraphSize, decode_graph_sizes, prompt_graph_sizes
 from roseinfer.model.steps.replay import Replays
@@ -277,15 +277,19 @@ class ModelRunner:
         spans = [query_starts[row.row] + np.arange(len(row.next_token_ids)) for row in scored]
         tokens, targets = np.concatenate(spans), np.concatenate([row.next_token_ids for row in scored])
         counts = np.repeat(np.array([row.num_likeliest for row in scored], np.int32), [len(span) for span in spans])
-        size, pieces = min(_MAX_SCORED_ROWS, self._limits.max_decode_rows), []
+        size = min(_MAX_SCORED_ROWS, self._limits.max_decode_rows)
+        indices: list[list[npt.NDArray[np.integer]]] = []  # of each piece: hidden rows, targets, rows of equal counts
         for start in range(0, len(tokens), size):
-            some = tokens[start : start + size]
-            filled = np.pad(some, (0, self._placement.padded_rows(len(some)) - len(some)), "edge").astype(np.int64)
-            rows = hidden.index_select(0, to_device(filled, hidden.device))
-            ids = to_device(targets[start : start + size].astype(np.int64), hidden.device)
-            logits = self._model.logits(rows)[: len(some)]
-            pieces.append(self._sampler.score(logits, ids, counts[start : start + size]))
-        return PromptScores(scored, pieces)
+            piece = slice(start, start + size)
+            num_added = self._placement.padded_rows(len(tokens[piece])) - len(tokens[piece])
+            equal = [of_count for _count, of_count in rows_by_count(counts[piece])]
+            indices.append([np.pad(tokens[piece], (0, num_added), "edge"), targets[piece], *equal])
+        scores, start = [], 0
+        for rows, ids, *same in _sent_together(indices, hidden.device):
+            logits = self._model.logits(hidden.index_select(0, rows))[: len(ids)]
+            scores.append(self._sampler.score(logits, ids, counts[start : start + len(ids)], same))
+            start += len(ids)
+        return PromptScores(scored, scores)
 
     def _stage_graph(self, batch: ScheduledBatch | None, size: GraphSize, watch: Watch = unwatched) -> None:
         """Send a batch, or None of any request, filled up to the size of a graph."""
@@ -404,6 +408,16 @@ class ModelRunner:
             for num_rows in sorted({padded_rows(count) for count in range(1, min(limit, _MAX_WARM_ROWS) + 1)}):
                 for linear in linears:
                     linear.warm_up(num_rows)
+
+
+def _sent_together(
+    indices: Sequence[Sequence[npt.NDArray[np.integer]]], device: torch.device
+) -> list[list[torch.Tensor]]:
+    """The same on the device as int64, by one copy."""
+    flat = [each for of_piece in indices for each in of_piece]
+    together = to_device(np.concatenate(flat).astype(np.int64), device)
+    parts = iter(torch.split(together, [len(each) for each in flat]))
+    return [[next(parts) for _ in of_piece] for of_piece in indices]
 
 
 def _sampled(batch: ScheduledBatch) -> tuple[Int32Array, Int32Array]:

@@ -67,7 +67,7 @@ EXPECTED = {
     "prompt": Work(nodes=28, torch=1, copies_in=1, copies_out=1),
     "prompt and rows": Work(nodes=28, torch=1, copies_in=1, copies_out=1),
     "part of a prompt and rows": Work(nodes=28, torch=1, copies_in=1, copies_out=1),
-    "scored prompt": Work(triton=14, torch=66, copies_in=13, copies_out=9),
+    "scored prompt": Work(triton=14, torch=69, copies_in=4, copies_out=2),
     "last row pooled": Work(triton=10, torch=20, copies_in=1, copies_out=2),
     "all rows pooled": Work(triton=10, torch=24, copies_in=1, copies_out=2),
     "greedy without graphs": Work(triton=10, torch=11, copies_in=3, copies_out=1),

@@ -361,3 +361,23 @@ def test_a_prompt_is_scored_beside_drafted_tokens_as_it_is_alone(make_player: Ma
         [scores] = player.runner.launch(rows).wait().scores
         found.append([part.tobytes() for part in msgspec.structs.astuple(scores)])
     assert found[0] == found[1]
+
+
+def test_prompts_that_are_scored_together_have_the_scores_they_have_alone(make_player: MakePlayer) -> None:
+    """Of different lengths, and with different numbers of likeliest tokens, in several pieces."""
+    counts = {0: 3, 1: 0, 2: 7}
+    prompts = {slot: np.array(prompt_of(length, seed=slot), np.int32) for slot, length in enumerate((11, 30, 17))}
+
+    def scores(slots: list[int]) -> dict[int, list[bytes]]:
+        player = make_player(Shape())
+        for slot in slots:
+            player.admit(slot, prompts[slot].tolist())
+        batch = player._batch(slots, {slot: len(prompts[slot]) for slot in slots})
+        asked = tuple(ScoredRow(row, prompts[slot][1:], counts[slot]) for row, slot in enumerate(slots))
+        found = player.runner.launch(msgspec.structs.replace(batch, scored=asked)).wait().scores
+        return {
+            slot: [part.tobytes() for part in msgspec.structs.astuple(of_row)]
+            for slot, of_row in zip(slots, found, strict=True)
+        }
+
+    assert scores([0, 1, 2]) == scores([0]) | scores([1]) | scores([2])

@@ -1,6 +1,6 @@
 """Brings log-probabilities of sampled tokens and of prompts from the device to the host."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -8,6 +8,7 @@ import torch
 
 from roseinfer.engine.core.batch import Int32Array, ScoredRow, Scores
 from roseinfer.messages import TokenLogprobs
+from roseinfer.model.sampling.slot_table import Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,17 @@ class PackedLogprobs:
 
 
 Logprobs = LogprobRows | PackedLogprobs
+Likeliest = list[tuple[list[int], torch.Tensor, torch.Tensor]]  # as in `LogprobRows`
+
+
+def rows_by_count(counts: Int32Array) -> list[tuple[int, Int64Array]]:
+    """Each number of likeliest tokens that is asked for, and the rows that ask for it."""
+    return [(count, np.flatnonzero(counts == count)) for count in sorted(set(counts.tolist()))]
+
+
+def _tensors(likeliest: Likeliest) -> Iterator[torch.Tensor]:
+    for _rows, ids, values in likeliest:
+        yield from (ids, values)
 
 
 def _fetched(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,13 +87,25 @@ class PromptScores:
     pieces: Sequence[LogprobRows]
 
     def fetch(self) -> "PromptScores":
-        return PromptScores(self.scored, [piece.fetch() for piece in self.pieces])
+        """Queue one copy of everything to the host, complete when the step's event has passed. Ranks stay."""
+        parts = [part for piece in self.pieces for part in (piece.logprobs, *_tensors(piece.likeliest))]
+        numbers = _fetched(torch.cat([part.double().flatten() for part in parts]))  # float64 holds ids exactly
+        on_host = iter(torch.split(numbers, [part.numel() for part in parts]))
+        pieces = []
+        for piece in self.pieces:
+            logprobs = next(on_host)
+            likeliest = [
+                (rows, next(on_host).view(ids.shape), next(on_host).view(values.shape))
+                for rows, ids, values in piece.likeliest
+            ]
+            pieces.append(replace(piece, logprobs=logprobs, likeliest=likeliest))
+        return PromptScores(self.scored, pieces)
 
     def to_host(self) -> tuple[Scores, ...]:
         """The scores of each row."""
         num_tokens = sum(len(row.next_token_ids) for row in self.scored)
         width = max(row.num_likeliest for row in self.scored)
-        logprobs = np.concatenate([piece.logprobs.double().numpy() for piece in self.pieces])
+        logprobs = np.concatenate([piece.logprobs.numpy() for piece in self.pieces])
         ids, values = np.zeros((num_tokens, width), np.int32), np.zeros((num_tokens, width), np.float64)
         start = 0
         for piece in self.pieces:

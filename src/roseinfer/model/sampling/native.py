@@ -4,13 +4,14 @@ The call reads each row once from memory, copies none, and needs no grouping by 
 """
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from roseinfer.engine.core.batch import Int32Array
 from roseinfer.model.kernels.library import Kernels
-from roseinfer.model.sampling.logprobs import LogprobRows, Logprobs
+from roseinfer.model.sampling.logprobs import LogprobRows, Logprobs, rows_by_count
 from roseinfer.model.sampling.slot_table import Int64Array, SlotTable
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
@@ -53,11 +54,15 @@ class NativeSampling:
             *(array.ctypes.data for array in (logprobs, ranks, top_ids, top_logprobs)),
         )
         likeliest = []
-        for count in sorted(set(counts.tolist())):
-            same = np.flatnonzero(counts == count)
+        for count, same in rows_by_count(counts):
             ids, values = torch.from_numpy(top_ids[same, :count]), torch.from_numpy(top_logprobs[same, :count])
             likeliest.append((same.tolist(), ids, values))
         return LogprobRows(rows.tolist(), torch.from_numpy(logprobs), torch.from_numpy(ranks), likeliest)
+
+    def score(
+        self, logits: torch.Tensor, tokens: torch.Tensor, counts: Int32Array, _same: Sequence[torch.Tensor]
+    ) -> LogprobRows:
+        return self.logprobs(logits, tokens, np.arange(len(counts)), counts)
 
     def choose(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.tokens(logits, slots.int().numpy(), positions.int().numpy())

@@ -4,7 +4,7 @@ Torch, the compiled kernels and Triton are backends with the same promise: a row
 parameters and one random number, never on the other rows.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Protocol
@@ -38,6 +38,11 @@ class SamplingBackend(Protocol):
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, rows: Int64Array, counts: Int32Array) -> LogprobRows:
         """Log-softmax of the raw logits of some rows: of their tokens, and of the likeliest `counts` [len(rows)]."""
+
+    def score(
+        self, logits: torch.Tensor, tokens: torch.Tensor, counts: Int32Array, same: Sequence[torch.Tensor]
+    ) -> LogprobRows:
+        """As `logprobs` of all rows, without a copy to the device: `same` are there the rows of `rows_by_count`."""
 
     def last_logprobs(self, counts: Int32Array) -> Logprobs | None:
         """Those that `tokens` and `choose` left of the rows they drew last; None of a backend that leaves none.
@@ -119,9 +124,14 @@ class Sampler:
             return tokens, left
         return tokens, self._backend.logprobs(logits, tokens.clamp(min=0), rows, counts[rows])
 
-    def score(self, logits: torch.Tensor, token_ids: torch.Tensor, counts: Int32Array) -> LogprobRows:
-        """Log-softmax of logits [rows, vocab_size] at ids [rows] int64 on the device, and of the likeliest `counts`."""
-        return self._backend.logprobs(logits, token_ids, np.arange(len(counts)), counts)
+    def score(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, counts: Int32Array, same: Sequence[torch.Tensor]
+    ) -> LogprobRows:
+        """Log-softmax of logits [rows, vocab_size] at ids [rows] int64 on the device, and of the likeliest `counts`.
+
+        `same` are the rows of `rows_by_count`, on the device too.
+        """
+        return self._backend.score(logits, token_ids, counts, same)
 
     def _edited_rows(self, slots: Int32Array, drafted: Int32Array | None) -> Int64Array:
         """Rows whose logits are edited in torch: all with edits, or with Triton those that its kernels cannot edit."""

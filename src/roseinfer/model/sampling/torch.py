@@ -5,7 +5,8 @@ in groups of equal need, and all sums run over pieces of a fixed size. The vocab
 number is drawn for a logit. Of equal logits the lower id counts as the likelier.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from roseinfer.engine.core.batch import NO_TOKEN, Int32Array
 from roseinfer.model.device import Scratch
 from roseinfer.model.device_stream import to_device
-from roseinfer.model.sampling.logprobs import LogprobRows, Logprobs
+from roseinfer.model.sampling.logprobs import LogprobRows, Logprobs, rows_by_count
 from roseinfer.model.sampling.slot_table import GREEDY, MAX_RANKED, TRUNCATED, WHOLE, Int64Array, SlotTable
 
 _CHUNK = 256  # of the vocabulary: its sum is one number, so a draw searches few sums and then one chunk
@@ -106,22 +107,27 @@ class TorchSampling:
         return None
 
     def logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, rows: Int64Array, counts: Int32Array) -> LogprobRows:
-        on_device = self._tensor(rows)
-        is_all = len(rows) == len(tokens)
-        some, chosen = (logits, tokens) if is_all else (logits[on_device], tokens[on_device])
-        ones = torch.ones(len(rows), device=self._device)
-        norms = _chunk_sums(_mass(some, ones, self._mass_buffer(some))).sum(-1, keepdim=True).log_()
-        norms += some.amax(-1, keepdim=True)
-        values = some.gather(1, chosen.unsqueeze(-1))
+        if len(rows) < len(tokens):
+            on_device = self._tensor(rows)
+            logits, tokens = logits[on_device], tokens[on_device]
+        same = [self._tensor(of_count) for _count, of_count in rows_by_count(counts)]
+        return replace(self.score(logits, tokens, counts, same), rows=rows.tolist())
+
+    def score(
+        self, logits: torch.Tensor, tokens: torch.Tensor, counts: Int32Array, same: Sequence[torch.Tensor]
+    ) -> LogprobRows:
+        ones = torch.ones(len(counts), device=self._device)
+        norms = _chunk_sums(_mass(logits, ones, self._mass_buffer(logits))).sum(-1, keepdim=True).log_()
+        norms += logits.amax(-1, keepdim=True)
+        values = logits.gather(1, tokens.unsqueeze(-1))
         likeliest = []
-        for count in sorted(set(counts.tolist())):
-            same = np.flatnonzero(counts == count)
-            top, ids = _likeliest(some[self._tensor(same)], count)
-            likeliest.append((same.tolist(), ids, top - norms[self._tensor(same)]))
+        for (count, rows), on_device in zip(rows_by_count(counts), same, strict=True):
+            top, ids = _likeliest(logits[on_device], count)
+            likeliest.append((rows.tolist(), ids, top - norms[on_device]))
         return LogprobRows(
-            rows=rows.tolist(),
+            rows=list(range(len(counts))),
             logprobs=(values - norms).squeeze(-1),
-            ranks=torch.count_nonzero(some > values, -1) + 1,
+            ranks=torch.count_nonzero(logits > values, -1) + 1,
             likeliest=likeliest,
         )
 
