@@ -1,4 +1,4 @@
-"""What ptxas gives each Triton kernel of a model's layers, for GPUs that are not there.
+"""What ptxas gives each Triton kernel of a model's layers and of sampling, for GPUs that are not there.
 
     python -m tests.unit.model.kernel_budgets        # writes kernel_budgets.json again
 
@@ -24,10 +24,14 @@ import torch
 from benchmarks.gpu.absent_gpu import AbsentGpu
 from benchmarks.gpu.kernels import LayerKernels
 from benchmarks.gpu.performance_model import MODELS
+from roseinfer.model.sampling.edit_table import EditTable
+from roseinfer.model.sampling.slot_table import SlotTable
 
 FILE = Path(__file__).with_suffix(".json")
 CAPABILITIES = (80, 89, 90, 100)
 CONTEXT = 2048
+NUM_SLOTS = 64
+VOCABULARIES = sorted({model.vocab_size for model in MODELS.values()})
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # of a program, at most
 _CPU = torch.device("cpu")
 
@@ -50,7 +54,7 @@ def budgets_of(capability: int, name: str) -> Budgets:
     import triton
 
     triton.runtime.driver.set_active(AbsentGpu(capability))
-    layer = LayerKernels(MODELS[name], 64, CONTEXT, _CPU)
+    layer = LayerKernels(MODELS[name], NUM_SLOTS, CONTEXT, _CPU)
     calls: dict[str, Callable[[], object]] = {
         "1 row": layer.decoding(1),
         "64 rows": layer.decoding(64),
@@ -58,6 +62,22 @@ def budgets_of(capability: int, name: str) -> Budgets:
         **layer.rest(64),
     }
     return _compiled(calls.items())
+
+
+def budgets_of_sampling(capability: int, vocab_size: int) -> Budgets:
+    """The budgets of what draws the tokens of 64 rows, with their edits and log-probabilities."""
+    import triton
+
+    from roseinfer.model.triton_kernels.logprobs import SCORE_WIDTH
+    from roseinfer.model.triton_kernels.sampling import choose
+
+    triton.runtime.driver.set_active(AbsentGpu(capability))
+    table = SlotTable(NUM_SLOTS + 1, vocab_size, _CPU)
+    edits = EditTable(NUM_SLOTS + 1, vocab_size, CONTEXT, _CPU)
+    slots = torch.zeros(NUM_SLOTS, dtype=torch.int64)
+    numbers = torch.zeros(NUM_SLOTS, SCORE_WIDTH, dtype=torch.float64)
+    logits = torch.zeros(NUM_SLOTS, -(-vocab_size // 64) * 64)[:, :vocab_size]  # as a head leaves them on a GPU
+    return _compiled([("sampling", lambda: choose(logits, slots, slots, table, edits, numbers))])
 
 
 def _compiled(calls: Iterable[tuple[str, Callable[[], object]]]) -> Budgets:
@@ -106,7 +126,7 @@ def _loads(ptx: str) -> str:
 
 
 def read() -> tuple[str, dict[str, Budgets]]:
-    """The version of Triton that the file was written with, and budgets by GPU and model."""
+    """The version of Triton that the file was written with, and budgets by GPU and model or vocabulary."""
     content = json.loads(FILE.read_text())
     return content["triton"], msgspec.convert(content["budgets"], dict[str, Budgets])
 
@@ -119,6 +139,10 @@ def main() -> None:
         for name in MODELS:
             budgets[f"sm_{capability}, {name}"] = msgspec.to_builtins(budgets_of(capability, name))
             print(f"sm_{capability}, {name}", file=sys.stderr, flush=True)
+        for vocab_size in VOCABULARIES:
+            place = f"sm_{capability}, {vocab_size} logits"
+            budgets[place] = msgspec.to_builtins(budgets_of_sampling(capability, vocab_size))
+            print(place, file=sys.stderr, flush=True)
     lines = [f'"triton": "{triton.__version__}", "budgets": {{']
     for place, of_model in budgets.items():
         rows = [f"  {json.dumps(kernel)}: {json.dumps(budget)}" for kernel, budget in of_model.items()]

@@ -28,6 +28,7 @@ from roseinfer.model.triton_kernels.language import LOG2_E, Constant, Pointer, c
 
 PIECE = 4096  # of the vocabulary: what one program reads at a time
 GROUP = 16  # of a piece: side by side, 64 bytes of float32
+ALIGNMENT = 16  # numbers
 
 LOWEST_LOGIT = tl.constexpr(float("-inf"))
 LOWEST_KEY = tl.constexpr(-0x7F800001)  # of -inf
@@ -43,6 +44,7 @@ class Logits(NamedTuple):
     numbers: Pointer
     row_stride: int
     vocab_size: Constant
+    width: Constant  # of a row, with what of the padding behind it may be read
     piece: Constant  # a power of two
     num_pieces: Constant
     padded_pieces: Constant  # the next power of two
@@ -72,6 +74,7 @@ def logits_of(logits: torch.Tensor, table: SlotTable, edits: EditTable, *, are_c
         logits,
         logits.stride(0),
         constant(vocab_size),
+        constant(_readable_width(logits)),
         constant(PIECE),
         constant(num_pieces),
         constant(next_power_of_2(num_pieces)),
@@ -93,6 +96,18 @@ def logits_of(logits: torch.Tensor, table: SlotTable, edits: EditTable, *, are_c
     )
 
 
+def _readable_width(logits: torch.Tensor) -> int:
+    """The vocabulary, rounded up if its rows have so many numbers.
+
+    A mask that ends at an odd place would have its load made number by number.
+    """
+    num_rows, vocab_size = logits.shape
+    width, stride = -(-vocab_size // ALIGNMENT) * ALIGNMENT, logits.stride(0)
+    length = logits.untyped_storage().nbytes() // logits.element_size() - int(logits.storage_offset())
+    is_readable = stride >= width and (num_rows - 1) * stride + width <= length
+    return width if is_readable else vocab_size
+
+
 @kernel()
 def raw_values_at(logits: Logits, row: tl.tensor, columns: tl.tensor, is_asked: tl.tensor) -> tl.tensor:
     """The model's own, float32; -inf where none is asked for or past the vocabulary.
@@ -100,7 +115,8 @@ def raw_values_at(logits: Logits, row: tl.tensor, columns: tl.tensor, is_asked: 
     NaN becomes +inf: such a row has no token.
     """
     at = logits.numbers + row * logits.row_stride + columns
-    values = tl.load(at, mask=is_asked & (columns < logits.vocab_size), other=LOWEST_LOGIT).to(tl.float32)
+    values = tl.load(at, mask=is_asked & (columns < logits.width), other=LOWEST_LOGIT).to(tl.float32)
+    values = tl.where(columns < logits.vocab_size, values, LOWEST_LOGIT)
     return tl.where(values == values, values, -LOWEST_LOGIT)  # noqa: PLR0124 - false for NaN
 
 
@@ -130,7 +146,8 @@ def _changed(
     penalties = logits.penalties + slot * logits.edit_words
     presence, frequency, repetition = tl.load(penalties + 1), tl.load(penalties + 2), tl.load(penalties + 3)
     is_column = is_asked & (columns < logits.vocab_size)
-    words = tl.load(logits.words + slot * logits.words_stride + columns, mask=is_column, other=0)
+    is_word = is_asked & (columns < logits.words_stride)  # past the vocabulary they are 0
+    words = tl.load(logits.words + slot * logits.words_stride + columns, mask=is_word, other=0)
     values += tl.load(logits.biases + slot * (_MAX_BIASES + 1) + ((words >> _BIAS_SHIFT) & _MAX_BIASES))
     zeros = tl.zeros(values.shape, tl.float32)
     scaled = tl.where(values > 0.0, tl.div_rn(values, zeros + repetition), values * repetition)

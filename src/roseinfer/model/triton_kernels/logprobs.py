@@ -66,7 +66,7 @@ def score_row(
     rank = tl.full([], 1, tl.int32)
     for start in range(logits.num_pieces):
         columns = start * logits.piece + tl.arange(0, logits.piece)
-        raw = raw_values_at(logits, row, columns, columns < logits.vocab_size)
+        raw = raw_values_at(logits, row, columns, columns < logits.width)
         rank += tl.sum((raw > own).to(tl.int32), axis=0)
     numbers = scores.numbers + row * _WIDTH
     tl.store(numbers, own.to(tl.float64) - norm)

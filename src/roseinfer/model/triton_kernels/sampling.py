@@ -139,7 +139,7 @@ def _measure_piece(
         raw_peak, count = peak, tl.load(scores.counts + record * 2)
         if ((tl.load(logits.kinds + slot * logits.edit_words) & _CHANGES) != 0) | (count >= 0):
             columns = piece * logits.piece + tl.arange(0, logits.piece)
-            raw = raw_values_at(logits, row, columns, columns < logits.vocab_size)
+            raw = raw_values_at(logits, row, columns, columns < logits.width)
             raw_peak = tl.max(raw, axis=0)
             if count >= 0:
                 score_piece(logits, scores, at, piece * logits.piece, raw, raw_peak, count)
@@ -221,7 +221,7 @@ def _draw_from_all(
 @kernel()
 def _piece_of(logits: Logits, place: tl.tuple, piece: tl.tensor) -> tl.tensor:
     columns = piece * logits.piece + tl.arange(0, logits.piece)
-    return values_at(logits, place, columns, columns < logits.vocab_size)
+    return values_at(logits, place, columns, columns < logits.width)
 
 
 @kernel()

@@ -74,6 +74,15 @@ def both(
     return choose(logits, slots, positions, table, edits, numbers).tolist(), expected.tolist()
 
 
+def both_of_view(numbers: torch.Tensor, slots: torch.Tensor, num_behind: int) -> tuple[list[int], list[int]]:
+    """`both` of rows that lie 64 numbers apart, of which so many follow the last row."""
+    num_rows, vocab_size = numbers.shape
+    stride = vocab_size + 64
+    memory = torch.full(((num_rows - 1) * stride + vocab_size + num_behind,), torch.inf)
+    logits = memory.as_strided(numbers.shape, (stride, 1)).copy_(numbers)
+    return both(logits, slots, torch.arange(num_rows), LIMITS)
+
+
 def random_logits(num_rows: int, vocab_size: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(vocab_size + seed)
     return (torch.randn(num_rows, vocab_size, generator=generator) * 3).to(dtype)
@@ -85,6 +94,16 @@ def test_the_tokens_of_torch(interpreter: Worker, vocab_size: int, dtype: torch.
     slots, positions = torch.arange(20) % len(OWNERS), torch.arange(20) * 7
     computed, expected = interpreter.call(both, random_logits(20, vocab_size, dtype), slots.int(), positions.int())
     assert computed == expected
+
+
+@pytest.mark.parametrize("vocab_size", [300, 301, 9001])
+def test_what_lies_behind_a_row_is_not_of_it(interpreter: Worker, vocab_size: int) -> None:
+    """Rows of a head on a GPU have padding behind them, which kernels read, and the last of a view may have none."""
+    numbers, slots = random_logits(20, vocab_size, torch.float32), torch.arange(20) % len(LIMITS)
+    alone, expected = interpreter.call(both, numbers, slots, torch.arange(20), LIMITS)
+    assert alone == expected
+    for num_behind in (0, 64):
+        assert interpreter.call(both_of_view, numbers, slots, num_behind) == (alone, alone)
 
 
 def test_equal_logits_and_what_is_no_number(interpreter: Worker) -> None:
