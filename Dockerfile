@@ -69,7 +69,8 @@ COPY --from=build /program /opt/roseinfer
 ARG REQUIRE_CUDA="cuda>=13.0"
 ENV NVIDIA_REQUIRE_CUDA=${REQUIRE_CUDA}
 
-# The loopback of a container is nobody else's; which port whom reaches is decided outside of it.
+# The loopback of a container is nobody else's; which port whom reaches is decided outside of it. No address is all of
+# them, of IPv4 and of IPv6: a kubelet asks at the pod's, and some clusters have none of IPv4.
 ENV PATH=/opt/roseinfer/bin:$PATH \
     HOME=/tmp \
     HF_HOME=/models \
@@ -77,8 +78,8 @@ ENV PATH=/opt/roseinfer/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     ROSEINFER_MODEL__PACKED_CACHE=/models/.roseinfer/packed \
     ROSEINFER_RUNNER__KERNELS_DIR=/opt/roseinfer/kernels \
-    ROSEINFER_SERVER__HOST=0.0.0.0 \
-    ROSEINFER_SERVER__OPS_HOST=0.0.0.0
+    ROSEINFER_SERVER__HOST="" \
+    ROSEINFER_SERVER__OPS_HOST=""
 USER 10001:10001
 WORKDIR /tmp
 EXPOSE 8000 8001

@@ -75,7 +75,7 @@ def test_a_pod_listens_on_the_addresses_of_both_families(helm: HelmProcess) -> N
     assert (server["host"], server["ops_host"]) == ("", "")
     command = release.server["command"]
     for flag in ("--host", "--server.ops-host"):
-        assert command[command.index(flag) + 1] == "", "the image's variables say 0.0.0.0"
+        assert command[command.index(flag) + 1] == "", "an image's variables are stronger than the file"
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert "host" not in release.server[probe]["httpGet"]
 

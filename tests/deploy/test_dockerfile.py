@@ -1,4 +1,4 @@
-"""What the Dockerfile installs on bases other than its own: its shell commands, with stubs for the programs."""
+"""The Dockerfile read without a build: what it installs on other bases, the driver it asks for, where it listens."""
 
 import re
 import subprocess
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from roseinfer.config.sources import build, gather
 from tests.repo.tree import ROOT
 
 TEXT = (ROOT / "Dockerfile").read_text()
@@ -62,3 +63,10 @@ def test_a_driver_is_asked_for_that_serves_torchs_cuda() -> None:
     assert re.search(rf"CUDA {re.escape(needed)} of torch (\S+) needs driver (\d+) or newer", page)
     (pinned,) = re.findall(r"(?m)^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text())
     assert f"of torch {pinned} needs" in page, "another torch has another CUDA: look it up"
+
+
+def test_the_server_listens_on_the_addresses_of_both_families() -> None:
+    """0.0.0.0 has none of IPv6, and :: none of IPv4."""
+    variables = dict(re.findall(r'(ROSEINFER_\w+)="?([^\s"]*)', TEXT))
+    server = build(gather({}, variables, None)).config.server
+    assert (server.host, server.ops_host) == ("", "")
