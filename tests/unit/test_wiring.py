@@ -18,6 +18,7 @@ from tests.unit.observe.facts import ENGINE
 def test_a_gpu_launches_ahead_and_a_cpu_does_not_and_says_so_where_it_was_asked(
     device: str, wanted: Literal["auto", 0, 1], depth: int, caplog: pytest.LogCaptureFixture
 ) -> None:
+    assert RunnerConfig().pipeline_depth == "auto"
     config = Config(runner=RunnerConfig(pipeline_depth=wanted))
     info = msgspec.structs.replace(ENGINE, device=device)
     with caplog.at_level(logging.WARNING):

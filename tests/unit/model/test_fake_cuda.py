@@ -311,6 +311,25 @@ def test_an_asynchronous_copy_is_no_wait(cuda: Worker, tmp_path: Path) -> None:
     assert (found.waits, found.copies_in) == ((), 1 + EXPECTED["greedy without graphs"].copies_in)
 
 
+def head_of(directory: Path) -> tuple[torch.dtype, int, int]:
+    """The type of GPT-2's logits, how many a row has, and how far apart rows lie."""
+    gpu, found = FakeGpu(gpt2(directory, 1), NUM_SLOTS, cuda_graphs="off"), list[torch.Tensor]()
+    logits = gpu.runner._model.logits
+
+    def noted(hidden: torch.Tensor) -> torch.Tensor:
+        found.append(logits(hidden))
+        return found[-1]
+
+    gpu.runner._model.logits = noted  # type: ignore[method-assign]
+    gpu.notes_of(decoding())
+    return found[-1].dtype, found[-1].shape[1], found[-1].stride(0)
+
+
+def test_rows_of_logits_are_aligned_and_not_rounded(cuda: Worker, tmp_path: Path) -> None:
+    """GPT-2's in bfloat16 would be up to half a unit apart, and 50,257 numbers are no multiple of a vector's."""
+    assert cuda.call(head_of, tmp_path) == (torch.float32, 50257, 50304)
+
+
 def mixes_host_and_device() -> str:
     with TAPE.running(), pytest.raises(RuntimeError) as refusal:
         torch.ones(2, device=CUDA).add_(torch.ones(2))

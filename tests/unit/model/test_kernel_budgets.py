@@ -66,3 +66,11 @@ def test_the_file_has_every_gpu_and_model_and_every_kernel_fits() -> None:
             for kernel, budget in BUDGETS[f"sm_{capability}, {shape}"].items():
                 assert budget.spilled == 0, (capability, shape, kernel)
                 assert budget.shared <= SHARED_BYTES[capability], (capability, shape, kernel)
+
+
+def test_logits_are_read_16_bytes_at_a_time() -> None:
+    """Whatever the vocabulary: a mask that ends at an odd place would narrow the loads, and those of GPT-2 are odd."""
+    for capability in CAPABILITIES:
+        of_vocabularies = [BUDGETS[f"sm_{capability}, {size} logits"] for size in VOCABULARIES]
+        assert len({budgets["sampling: _measure_piece"].loads for budgets in of_vocabularies}) == 1
+        assert all(budgets["sampling: _measure_piece"].loads.startswith("16*") for budgets in of_vocabularies)

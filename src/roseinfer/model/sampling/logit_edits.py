@@ -96,8 +96,8 @@ class Penalties:
         is_generated = np.concatenate(
             [np.arange(length) >= owner.num_prompt_tokens for owner, length in zip(owners, lengths, strict=True)]
         )
-        if len(self._counts) < logits.numel():
-            self._counts = torch.zeros(logits.numel(), device=self._device)
+        if not len(self._counts):  # once for the largest group, which a warm-up of one row takes
+            self._counts = torch.zeros(GROUP * vocab_size, device=self._device)
         self._counts.index_add_(0, entries, to_device(is_generated.astype(np.float32), self._device))
         count = self._counts[entries]
         self._counts.index_fill_(0, entries, 0.0)  # an assignment through an index would wait for the device

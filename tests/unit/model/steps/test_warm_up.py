@@ -71,11 +71,13 @@ def test_buffers_of_sampling_are_taken_once_and_suffice(monkeypatch: pytest.Monk
     runner = runner_of()
     runner.warm_up(64)
     assert len(taken) == 3, "the masses, a spare one, and the logits that are changed"
+    counts = runner._sampler._edits._penalties._counts
     kinds = [SamplingParams(top_k=VOCAB - 1), SamplingParams(num_logprobs=5), SamplingParams(logit_bias={1: 1.0})]
-    for params in kinds:
-        bindings = tuple(SlotBinding(slot, params, 0, ()) for slot in range(NUM_SLOTS))
+    for params in (*kinds, SamplingParams(presence_penalty=0.5)):
+        bindings = tuple(SlotBinding(slot, params, 0, (), np.zeros(0, np.int32)) for slot in range(NUM_SLOTS))
         runner.launch(decode_batch(NUM_SLOTS, bindings=bindings)).wait()
     assert len(taken) == 3
+    assert runner._sampler._edits._penalties._counts is counts
 
 
 def test_all_slots_but_the_first_are_plain_afterwards() -> None:
