@@ -113,6 +113,7 @@ def connected(kind: int, address: str) -> Iterator[Any]:
     with zmq.Context() as context, context.socket(kind) as socket:
         socket.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, 1)
         socket.connect(address)
         yield socket
 
@@ -212,6 +213,21 @@ def test_a_subscriber_gets_them_as_they_come(tmp_path: Path) -> None:
         topic, number, payload = socket.recv_multipart()
         assert (topic, len(number)) == (b"kv@pod@model", 8)
         assert msgspec.msgpack.decode(payload, type=Batch).events
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_routers_of_both_families_reach_it(host: str) -> None:
+    """A cluster may have addresses of IPv6 alone."""
+    with socket.socket(socket.AF_INET6) as free:
+        try:
+            free.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6")
+        port = free.getsockname()[1]
+    config = KVEventsConfig(endpoint="inproc://events", replay_endpoint=f"tcp://*:{port}")
+    with closing(KVEventPublisher(config, "kv@pod@model", 4, "CPU")) as opened:
+        opened.publish(changes_of(1))
+        assert len(replayed(f"tcp://{host}:{port}", 0, 2)) == 2
 
 
 def test_nonsense_at_the_replay_socket_is_passed_over(tmp_path: Path) -> None:
