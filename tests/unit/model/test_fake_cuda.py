@@ -60,6 +60,7 @@ EXPECTED = {
     "frequency penalty": Work(nodes=23, copies_in=1, copies_out=1),
     "repetition penalty": Work(nodes=23, copies_in=1, copies_out=1),
     "bias": Work(nodes=23, copies_in=1, copies_out=1),
+    "more biases than a kernel takes": Work(triton=10, torch=49, copies_in=18, copies_out=1),
     "grammar": Work(nodes=23, copies_in=2, copies_out=1),
     "one of each": Work(nodes=23, copies_in=1, copies_out=2),
     "a greedy row joins": Work(nodes=23, copies_in=2, copies_out=1),
@@ -159,8 +160,12 @@ SAMPLING = {
     "bias": SamplingParams(temperature=0.0, logit_bias={3: 1.0, 9: -100.0}),
 }
 
+# No kernel edits such logits: there is no room for so many biases in the table that it reads.
+MANY_BIASES = SamplingParams(presence_penalty=0.5, logit_bias=dict.fromkeys(range(1100), 1.0), top_k=50, seed=1)
+
 KINDS: dict[str, Callable[[], Steps]] = {
     **{name: lambda params=params: decoding(params) for name, params in SAMPLING.items()},  # type: ignore[misc]
+    "more biases than a kernel takes": lambda: decoding(MANY_BIASES, 4),
     "grammar": under_grammars,
     "one of each": one_of_each,
     "a greedy row joins": lambda: joined(GREEDY),
