@@ -67,9 +67,9 @@ def test_without_parameters_the_models_own_are_taken(
     taken: list[SamplingParams] = []
     generate = engines[0].generate
 
-    def recording(requests: Sequence[Request], timelines: Sequence[RequestTimeline]) -> object:
+    def recording(requests: Sequence[Request], timelines: Sequence[RequestTimeline], **how: bool) -> object:
         taken.extend(msgspec.structs.replace(request.params, seed=None) for request in requests)
-        return generate(requests, timelines)
+        return generate(requests, timelines, **how)
 
     monkeypatch.setattr(engines[0], "generate", recording)
     llm.info = msgspec.structs.replace(llm.info, sampling_defaults=SamplingDefaults(temperature=0.6, top_k=20))

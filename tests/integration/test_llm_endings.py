@@ -220,9 +220,9 @@ def test_a_request_that_the_engine_could_not_finish_is_an_error(
     generate = AsyncEngine.generate
 
     async def generate_in_vain(
-        engine: AsyncEngine, requests: Sequence[Request], timelines: Sequence[RequestTimeline]
+        engine: AsyncEngine, requests: Sequence[Request], timelines: Sequence[RequestTimeline], **how: bool
     ) -> AsyncGenerator[list[TokenOutput], None]:
-        async with aclosing(generate(engine, requests, timelines)) as steps:
+        async with aclosing(generate(engine, requests, timelines, **how)) as steps:
             async for outputs in steps:
                 yield [msgspec.structs.replace(out, finish_reason=out.finish_reason and reason) for out in outputs]
 

@@ -69,10 +69,10 @@ def test_what_a_stop_string_cut_has_none(llm: LLM, monkeypatch: pytest.MonkeyPat
     generate = AsyncEngine.generate
 
     async def generate_in_pairs(
-        engine: AsyncEngine, requests: Sequence[Request], timelines: Sequence[RequestTimeline]
+        engine: AsyncEngine, requests: Sequence[Request], timelines: Sequence[RequestTimeline], **how: bool
     ) -> AsyncGenerator[list[TokenOutput], None]:
         kept: TokenOutput | None = None
-        async with aclosing(generate(engine, requests, timelines)) as steps:
+        async with aclosing(generate(engine, requests, timelines, **how)) as steps:
             async for outputs in steps:
                 for output in outputs:
                     scored = [TokenLogprobs(-float(token_id), 1, [], []) for token_id in output.token_ids]

@@ -100,8 +100,8 @@ class TelemetryProcess:
         descriptors = [port.fileno() for port in ports]
         setup = Setup(self._config, self._more_keys, descriptors)
         self._forks = ForkServer(self._command, msgspec.msgpack.encode(setup), descriptors)
-        await self._launch()
         self._watching = asyncio.create_task(self._watch(), name="telemetry-watch")
+        await self._launch()
 
     async def ready(self) -> None:
         """Return when it observes. Raises ConfigError for what it cannot do."""
@@ -174,9 +174,10 @@ class TelemetryProcess:
 
     async def close(self) -> None:
         """Sends the last facts and waits a little for its exit. Before it observes there are none, and no wait."""
+        if self._watching is None:
+            return  # it was never started
         self._is_closing = True
-        if self._watching is not None:
-            self._watching.cancel()
+        self._watching.cancel()
         if self._launching is not None:
             await asyncio.wait({self._launching})
         if self._link is not None:

@@ -181,8 +181,6 @@ def test_a_row_ignores_the_others(draw: Draw) -> None:
 
 def test_a_row_alone_wakes_the_threads_that_wait(kernels: Kernels | None) -> None:
     """And starts none, which a region of threads within another one would do in every step."""
-    if kernels is None:
-        pytest.skip("of the compiled kernels")
     sampler = Sampler(1, 40_000, torch.device("cpu"), kernels)
     sampler.bind(SlotBinding(0, SamplingParams(temperature=0.0), 1, ()))
     logits, slots = random_logits(1, 40_000), np.zeros(1, np.int32)
