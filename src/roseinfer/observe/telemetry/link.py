@@ -84,8 +84,11 @@ class Link(asyncio.Protocol):
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         number = self.begin(name, payload, partial(_settle, answer))
         try:
-            async with asyncio.timeout(timeout_s):
-                return await answer
+            # Not `timeout`, which gives up an answer that has come while this process had no core to read it.
+            await asyncio.wait({answer}, timeout=timeout_s)
+            if not answer.done():
+                raise TimeoutError
+            return answer.result()
         finally:
             self.drop(number)
 
