@@ -40,7 +40,7 @@ _OPS_CLOSE_S = 0.2  # for answers of the operations port under way at the end
 def telemetry_main(fd: int) -> int:
     """The process that `TelemetryProcess` starts: its forks observe the facts that come over their sockets.
 
-    `fd` is the socket over which it is told the setup, and gets the sockets of its forks.
+    `fd` is the socket over which the setup comes, and then the sockets of its forks.
     """
     live_as_child()
     with socket.socket(fileno=fd) as control:

@@ -71,7 +71,7 @@ def fork_children(control: socket.socket) -> socket.socket | None:
     """Forks a child for each connection that comes. Returns it in the child, in a session of its own.
 
     In the process itself it returns None, when no more connections will come and the last child has ended. Before, it
-    waits for no child, so that nobody else gets its process id.
+    waits for no child, so that no other process gets its id.
     """
     gc.collect()
     gc.freeze()  # what was imported, which collections of the children need not walk

@@ -97,7 +97,7 @@ def logits_of(logits: torch.Tensor, table: SlotTable, edits: EditTable, *, are_c
 
 
 def _readable_width(logits: torch.Tensor) -> int:
-    """The vocabulary, rounded up if its rows have so many numbers.
+    """The vocabulary, rounded up where rows of logits have that many numbers.
 
     A mask that ends at an odd place would have its load made number by number.
     """
