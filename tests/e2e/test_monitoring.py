@@ -8,8 +8,11 @@ import math
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +66,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     ):
         prometheus.wait_for('count_over_time(up{job="roseinfer"}[30s]) >= 2')  # zeros that rates can rise from
         load(server, directory)
+        with long_answers(server):
+            prometheus.wait_for(f"{demand().rstrip()} >= 1")
         samples = server.wait_metrics(roseinfer_num_requests_running=0, roseinfer_http_inflight_streams=0)
         requests = samples["roseinfer_requests_received_total"]
         prometheus.wait_for(f"sum(roseinfer_requests_received_total) == {requests}")
@@ -81,6 +86,24 @@ def load(server: Server, folder: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert server.post("/v1/completions", {"prompt": "x", "max_tokens": -2})[0] == 400
+
+
+@contextmanager
+def long_answers(server: Server) -> Iterator[None]:
+    """One request at a time and no pause between two, so that each scrape but the odd one finds a request running."""
+    enough = threading.Event()
+
+    def ask() -> None:
+        while not enough.is_set():
+            server.post("/v1/completions", {"prompt": "x", "max_tokens": 1000, "ignore_eos": True})
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            yield
+        finally:
+            enough.set()
+        asking.result()
 
 
 def has_a_number(prometheus: Prometheus, expression: str) -> bool:
