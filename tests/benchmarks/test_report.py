@@ -130,7 +130,7 @@ def gpu_page(gpu: str) -> str:
     return report.page("gpu", results, {"served": "ended after 600 s"})
 
 
-def test_the_page_tells_settings_failures_and_roofs() -> None:
+def test_the_page_names_settings_failures_and_roofs() -> None:
     text = gpu_page("NVIDIA H300")
     assert text.startswith("# NVIDIA H300\n")
     assert "has no published rates of this GPU" in text

@@ -203,7 +203,7 @@ def test_bad_input_gets_one_sentence(
     assert words in capsys.readouterr().err
 
 
-def test_nobody_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_does_not_answer_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "serve", "--url", "http://127.0.0.1:9"]) == cli.EXIT_USAGE
     told = capsys.readouterr().err
     assert told == "roseinfer: --url: nothing answers at http://127.0.0.1:9/v1/models: Connection refused\n"

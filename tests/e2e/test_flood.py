@@ -116,7 +116,7 @@ def test_a_large_grammar_costs_as_much_for_512_sequences_as_for_one(start_server
     assert max(grown_mb) < 60
 
 
-def test_a_log_that_nobody_reads_costs_lines_and_no_request(start_server: StartServer, tmp_path: Path) -> None:
+def test_a_log_without_a_reader_costs_lines_and_no_request(start_server: StartServer, tmp_path: Path) -> None:
     """The sink blocks, then it goes: requests do not notice, and the lines that are lost are counted."""
     os.mkfifo(tmp_path / "log")
     reader = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK)

@@ -165,7 +165,7 @@ def neighbour(seed: int) -> dict[str, Any]:
     return {"prompt": "The sea", "max_tokens": 40, "temperature": 0.8, "seed": seed, "ignore_eos": True}
 
 
-def test_a_disk_that_takes_nothing_stops_nobody(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_stops_no_stream(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """No home, no temporary directory, no cache: /proc takes no file, not even from root."""
     for name in ("HOME", "TMPDIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.setenv(name, "/proc/nowhere")

@@ -83,7 +83,7 @@ STATUS = "document.getElementById('status-text').textContent"
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
-async def test_a_click_on_the_widest_gap_tells_its_cause(chromium: str) -> None:
+async def test_a_click_on_the_widest_gap_shows_its_cause(chromium: str) -> None:
     async with page(make_flight(), chromium) as browser:
         await settle(browser)
         await browser.click(*await position_of_widest(browser))
@@ -143,7 +143,7 @@ async def test_keys_and_pointer(chromium: str) -> None:
         assert await browser.evaluate("document.getElementById('help').open")
 
 
-async def test_a_click_on_a_waiting_request_tells_why(chromium: str) -> None:
+async def test_a_click_on_a_waiting_request_shows_why_it_waits(chromium: str) -> None:
     flight = make_flight()
     add_waiting(flight)
     async with page(flight, chromium) as browser:
@@ -233,7 +233,7 @@ async def test_each_slow_gap_is_a_line_with_its_whole_cause(chromium: str, width
     assert all(one == [1, 0, True] for one in found), found
 
 
-async def test_a_lane_with_nobody_in_sight_says_who_is_beside_it(chromium: str) -> None:
+async def test_a_lane_without_a_visible_request_names_its_neighbours(chromium: str) -> None:
     async with page(make_flight(), chromium) as browser:
         left, right = await browser.evaluate(
             "(() => { const { chart, data } = timeline, [start, end] = data.extent;"
@@ -246,7 +246,7 @@ async def test_a_lane_with_nobody_in_sight_says_who_is_beside_it(chromium: str) 
     assert {"› stream-5", "› long-prompt"} <= set(right)
 
 
-async def test_a_lane_of_which_nobody_is_remembered_is_closed(chromium: str) -> None:
+async def test_a_lane_whose_requests_are_all_forgotten_is_closed(chromium: str) -> None:
     async with page(make_flight(), chromium) as browser:
         lanes = await browser.evaluate(
             "(() => { const { data } = timeline, one = { ...data.steps.at(-1) };"

@@ -51,7 +51,7 @@ def test_rows_of_any_length_are_split_and_joined(case: Case, num_splits: int) ->
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_rows_that_fill_up_touch_nobodys_block(case: Case, batch_invariant: bool) -> None:
+def test_padding_rows_touch_no_block(case: Case, batch_invariant: bool) -> None:
     check_padding(case, CUDA, batch_invariant=batch_invariant)
 
 

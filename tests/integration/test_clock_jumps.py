@@ -98,7 +98,7 @@ def test_a_wall_clock_is_known_by_any_name(source: str, asks: bool) -> None:
     assert asks_for_the_date(source) is asks
 
 
-def test_what_decides_knows_only_the_monotonic_clock() -> None:
+def test_decisions_use_only_the_monotonic_clock() -> None:
     """The engine, the model and what the server decides ask no wall clock; dates are for people and for telemetry."""
     found = set()
     for path in SOURCE.rglob("*.py"):

@@ -230,7 +230,7 @@ async def test_an_event_loop_that_computes_something_else(stream_interval: int) 
 
 
 @on_a_calm_machine
-async def test_an_engine_that_stands_still_because_nobody_reads() -> None:
+async def test_an_engine_that_waits_for_a_front_end_that_does_not_read() -> None:
     async def strike(_: LiveServer) -> None:
         asyncio.get_running_loop().call_soon(time.sleep, 4 * DELAY_S)
 

@@ -54,7 +54,7 @@ async def stalled(server: Server) -> AsyncIterator[aiohttp.ClientResponse]:
         yield response
 
 
-async def test_who_only_sends_its_body_is_in_nobodys_way() -> None:
+async def test_a_client_that_only_sends_its_body_blocks_no_other() -> None:
     engine, others = engine_of_one_place(), list[Answer]()
     engine.reply = says("a")
     async with serving(engine, max_queue_wait_s=1) as server:
@@ -66,7 +66,7 @@ async def test_who_only_sends_its_body_is_in_nobodys_way() -> None:
     assert [answer.status for answer in others] == [200]
 
 
-async def test_one_long_request_before_a_burst_refuses_nobody() -> None:
+async def test_one_long_request_before_a_burst_causes_no_refusal() -> None:
     engine = ScriptedEngine(says("a"))
     engine.queue_estimate = QueueEstimate(1)
     for num_measured in range(MIN_STARTS):
@@ -82,7 +82,7 @@ async def test_one_long_request_before_a_burst_refuses_nobody() -> None:
         assert (await server.complete()).status == 200
 
 
-async def test_who_only_reads_is_in_nobodys_way() -> None:
+async def test_a_client_that_only_reads_blocks_no_other() -> None:
     engine = engine_of_one_place()
     async with serving(engine, max_queue_wait_s=1) as server, stalled(server):
         engine.reply = says("quick")

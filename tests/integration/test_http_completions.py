@@ -240,7 +240,7 @@ async def test_as_many_choices_in_a_stream() -> None:
     assert {event["choices"][0]["index"] for event in answer.events[:-1]} == set(range(128))
 
 
-async def test_prompts_that_are_too_long_for_so_many_choices_are_refused() -> None:
+async def test_prompts_too_long_for_their_number_of_choices_are_refused() -> None:
     long = engine_info(max_model_len=200_000)
     async with serving(ScriptedEngine(says("a"), long)) as server:
         fits = await server.complete(prompt=[1] * 131_072, n=128)

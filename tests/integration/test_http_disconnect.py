@@ -100,7 +100,7 @@ async def test_its_id_can_be_used_again_at_once() -> None:
     assert second.startswith("again~")
 
 
-async def test_a_slow_reader_holds_up_nobody_else() -> None:
+async def test_a_slow_reader_delays_no_other_client() -> None:
     engine = ScriptedEngine()
     async with serving(engine) as server:
         _, writer = await send(server, stream=True)

@@ -79,7 +79,7 @@ async def both(server: Server, **body: Any) -> dict[str, Any]:
     return choice
 
 
-async def test_echo_tells_the_prompt_first() -> None:
+async def test_echo_returns_the_prompt_first() -> None:
     async with serving(ScriptedEngine(answers("xyz"))) as server:
         assert (await both(server, prompt="Hé ", echo=True))["text"] == "Hé xyz"
         assert (await both(server, prompt=ids("Hé "), echo=True))["text"] == "Hé xyz"

@@ -181,7 +181,7 @@ async def test_a_tool_in_the_form_of_another_api_gets_a_sentence_that_says_so(
     assert f"the tool has the form of {path}" in answer.error["message"]
 
 
-async def test_tools_need_a_template_that_knows_them() -> None:
+async def test_tools_need_a_template_that_renders_them() -> None:
     answer = await ask(ScriptedEngine(says("x")), template=harness.TEMPLATE, tools=[TOOL])
     assert (answer.status, answer.error["param"]) == (400, "tools")
     assert "template" in answer.error["message"]
@@ -283,7 +283,7 @@ async def test_calls_are_found_the_same_whole_and_streamed(
         assert parts == [call["function"] for call in found]
 
 
-async def test_every_event_of_a_call_tells_something() -> None:
+async def test_no_event_of_a_call_is_empty() -> None:
     """As OpenAI's streams: the role at first, with content null, and nothing but the calls until it is over."""
     text = f"{CALL}\n{CALL}"
     engine = ScriptedEngine(says(text, FinishReason.STOP))

@@ -258,7 +258,7 @@ async def test_a_hub_that_is_switched_off_and_no_copy(served: Hub, monkeypatch: 
 
 
 @pytest.mark.parametrize("untold", [{"size", "lfs"}, {"blobId", "lfs"}])
-async def test_a_hub_that_tells_no_sizes_or_digests(served: Hub, untold: set[str]) -> None:
+async def test_a_hub_without_sizes_or_digests(served: Hub, untold: set[str]) -> None:
     served.untold = untold
     assert content_of(await fetched()) == SMALL | SHARDS
 
@@ -283,7 +283,7 @@ async def test_a_tag_that_is_no_digest_names_the_file(served: Hub, tmp_path: Pat
     assert (tmp_path / "cache" / "models--somebody--something" / "blobs" / "v1-abc").is_file()
 
 
-async def test_a_log_tells_how_far_it_is(
+async def test_the_log_shows_the_progress(
     served: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(downloads, "_LOG_EVERY_S", 0.0)

@@ -169,7 +169,7 @@ def test_leaving_a_stream_early_aborts_the_request(llm: LLM, engines: list[Async
     assert log.steps[-1].num_used_blocks == 0
 
 
-def test_abort_ends_what_nobody_reads(llm: LLM, engines: list[AsyncEngine]) -> None:
+def test_abort_ends_a_stream_without_a_reader(llm: LLM, engines: list[AsyncEngine]) -> None:
     ids = [llm.submit("Hello", greedy(100)) for _ in range(20)]
     for request_id in ids:
         llm.abort(request_id)

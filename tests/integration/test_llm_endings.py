@@ -166,7 +166,7 @@ def test_an_unforeseen_error_reaches_its_own_request_alone(
         until(lambda: not num_driven(llm))
 
 
-def test_what_nobody_foresaw_is_logged_where_all_have_ended(
+def test_an_unexpected_error_is_logged_after_all_streams_have_ended(
     engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     route = LLM._route

@@ -260,7 +260,7 @@ async def test_without_keys_it_says_so(store: Proxy, monkeypatch: pytest.MonkeyP
     assert "Unable to locate credentials" in await refusal()
 
 
-async def test_a_log_tells_how_far_it_is(
+async def test_the_log_shows_the_progress(
     store: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(downloads, "_LOG_EVERY_S", 0.0)

@@ -74,7 +74,7 @@ def no_target_test(history: History, *, fires: bool, at: int = 12) -> PromTest:
     return {"interval": "1m", "input_series": inputs(others | history), "alert_rule_test": [expected]}
 
 
-def test_a_target_that_nobody_knows_is_missing_too(tmp_path: Path) -> None:
+def test_an_unknown_target_counts_as_missing(tmp_path: Path) -> None:
     run(tmp_path, ["alerts.yaml"], [no_target_test({}, fires=True)])
 
 

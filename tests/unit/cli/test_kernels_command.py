@@ -61,7 +61,7 @@ def test_build_takes_the_highest_level_of_the_processor(
         assert "--level" in err
 
 
-def test_list_tells_what_is_here_and_what_is_built(
+def test_list_shows_what_is_here_and_what_is_built(
     sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], has_compiler: None
 ) -> None:
     flags = ["--runner.kernels-dir", str(tmp_path / "out")]
@@ -92,7 +92,7 @@ def test_list_tells_what_is_here_and_what_is_built(
         ),
     ],
 )
-def test_list_tells_what_is_used_and_what_would_be_faster(
+def test_list_shows_what_is_used_and_what_would_be_faster(
     sources: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -111,7 +111,7 @@ def test_list_tells_what_is_used_and_what_would_be_faster(
 
 
 @pytest.mark.parametrize("target", library.MACHINES)
-def test_list_tells_of_the_levels_of_this_architecture(
+def test_list_shows_the_levels_of_this_architecture(
     sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     monkeypatch.setattr("roseinfer.cli.main.machine", lambda: target)

@@ -262,7 +262,7 @@ def test_what_is_lost_is_announced_in_its_place(tmp_path: Path, monkeypatch: pyt
         assert names.count("Cleared") == 2
 
 
-def test_an_engine_tells_of_its_prompts(tmp_path: Path) -> None:
+def test_an_engine_publishes_the_blocks_of_its_prompts(tmp_path: Path) -> None:
     events = KVEventsConfig(endpoint=f"ipc://{tmp_path}/events", replay_endpoint=f"ipc://{tmp_path}/replay")
     config = Config(engine=EngineConfig(transport="thread"), kv_events=events)
     with LLM(config=config) as llm:

@@ -172,7 +172,7 @@ def ended(events: list[Event]) -> list[ProfileEnded]:
 
 
 @pytest.mark.parametrize("pipeline_depth", [0, 1])
-def test_so_many_steps_are_profiled_and_the_next_is_marked_for_the_stopping(pipeline_depth: int) -> None:
+def test_the_asked_number_of_steps_is_profiled_and_the_next_is_marked_for_the_stop(pipeline_depth: int) -> None:
     profiler = FakeProfiler()
     events = serve(
         profiler,

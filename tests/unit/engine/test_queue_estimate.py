@@ -128,7 +128,7 @@ def test_at_four_times_the_capacity_who_is_let_in_keeps_its_latency() -> None:
     assert lawless.p99_s > 10 * at_capacity.p99_s, "the door makes no difference here"
 
 
-def test_below_its_capacity_nobody_is_refused() -> None:
+def test_below_its_capacity_no_request_is_refused() -> None:
     world = World(0.7 * CAPACITY, 0.3).run()
     assert world.num_refused == 0
 
@@ -270,7 +270,7 @@ def test_steps_that_wait_for_a_grammar_say_nothing_of_what_a_step_takes() -> Non
     assert estimate.predict_wait_s() == pytest.approx(4 * 2.25 / 2, rel=0.05)
 
 
-def test_who_is_overtaken_waits_for_reasons_of_its_own_and_sheds_nobody() -> None:
+def test_an_overtaken_request_causes_no_refusal_of_others() -> None:
     """It is less urgent, say, or its grammar is being compiled."""
     estimate = crowded(clock := VirtualClock())
     clock.advance(1)

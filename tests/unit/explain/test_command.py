@@ -304,7 +304,7 @@ def test_addresses_that_answer_something_else(port: OperationsPort, capsys: pyte
 
 
 @pytest.mark.parametrize("source", ["http://127.0.0.1:1", "http://", "http://[", "http://127.0.0.1:port"])
-def test_an_address_where_nobody_answers(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_without_a_server(source: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, source).startswith(f"roseinfer: {source}: ")
 
 
@@ -321,7 +321,7 @@ def test_flags_that_make_no_sense(flags: list[str], path: Path, capsys: pytest.C
         (256, 20, "No prompt has more than 64 tokens, so there is little to cut."),
     ],
 )
-def test_advice_knows_defaults_and_short_prompts(
+def test_advice_considers_defaults_and_short_prompts(
     limit: int | None,
     num_prompt_tokens: int,
     words: str,

@@ -58,7 +58,7 @@ def test_info(directory: Path, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("cache_type", "kv_dtype"), [("auto", "float32"), ("int8", "int8")])
-def test_info_tells_the_type_of_the_cache(directory: Path, cache_type: Literal["auto", "int8"], kv_dtype: str) -> None:
+def test_info_names_the_type_of_the_cache(directory: Path, cache_type: Literal["auto", "int8"], kv_dtype: str) -> None:
     """And a pool of so much memory has blocks of that type."""
     config = replace(config_of(directory), cache=CacheConfig(dtype=cache_type, cpu_memory_mib=1))
     info = load_runner(config, 256, lambda *_: None).info
@@ -66,14 +66,14 @@ def test_info_tells_the_type_of_the_cache(directory: Path, cache_type: Literal["
     assert (info.kv_dtype, info.num_blocks) == (kv_dtype, (1 << 20) // block_bytes)
 
 
-def test_info_tells_which_linears_serve(directory: Path) -> None:
+def test_info_names_the_linears_in_use(directory: Path) -> None:
     for quantization, name in (("none", "onednn"), ("int8", "int8"), ("int4", "int4")):
         info = load(directory, quantization=quantization).info
         assert (info.linear, info.quantization) == (name, quantization)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_info_tells_which_kernels_serve(directory: Path, level: str, built_kernels: Callable[[str], Path]) -> None:
+def test_info_names_the_kernels_in_use(directory: Path, level: str, built_kernels: Callable[[str], Path]) -> None:
     config = config_of(directory, kernels=level, kernels_dir=str(built_kernels(level)))
     info = load_runner(config, 4, lambda *_: None).info
     assert (info.kernels, info.attention) == (level, "native")
@@ -303,7 +303,7 @@ def test_a_step_is_waited_for_and_nothing_after_it() -> None:
     assert first.wait().logprobs is None
 
 
-def test_tokens_that_nobody_asked_for_are_kept_when_their_buffer_is_needed() -> None:
+def test_tokens_not_yet_read_are_kept_when_their_buffer_is_needed() -> None:
     results = Results(LateStream(is_late=True), 4)
     launched = [results.fetch(torch.tensor([step, 10 * step]), None) for step in range(7)]
     assert [step.wait().token_ids.tolist() for step in launched] == [[step, 10 * step] for step in range(7)]

@@ -90,7 +90,7 @@ def test_rows_of_any_length_are_split_and_joined(interpreter: Worker, case: Case
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("num_kv_heads", [2, 1])
-def test_rows_that_fill_up_touch_nobodys_block(interpreter: Worker, num_kv_heads: int, batch_invariant: bool) -> None:
+def test_padding_rows_touch_no_block(interpreter: Worker, num_kv_heads: int, batch_invariant: bool) -> None:
     interpreter.call(check_padding, Case(2, num_kv_heads, 32), CPU, batch_invariant=batch_invariant)
 
 

@@ -118,7 +118,7 @@ def test_an_interrupt_of_who_waits_cancels_it(loop: LoopThread, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("attempt", range(20))
-def test_nobody_waits_for_ever_whenever_it_ends(attempt: int) -> None:
+def test_no_caller_waits_for_ever_whenever_the_loop_ends(attempt: int) -> None:
     """Threads that call without a rest while the loop ends: each hears of the end, and of nothing else."""
     loop, num_threads = LoopThread("test"), 4
     have_begun = threading.Barrier(num_threads + 1)

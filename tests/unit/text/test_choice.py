@@ -36,7 +36,7 @@ def steps_of(
 @pytest.mark.parametrize(
     ("interval", "expected"), [(1, ["a", "b", "c", "d", "e"]), (2, ["a", "bc", "de"]), (9, ["a", "bcde"])]
 )
-def test_the_first_token_goes_at_once_and_then_so_many_together(interval: int, expected: list[str]) -> None:
+def test_the_first_token_goes_at_once_and_later_ones_in_groups(interval: int, expected: list[str]) -> None:
     choice = make_choice()
     assert told(choice, steps_of(ids("abcde")), interval) == [(text, ids(text)) for text in expected]
     assert (choice.num_tokens, choice.finish_reason) == (5, FinishReason.LENGTH)

@@ -178,7 +178,7 @@ def test_the_result_names_no_recording_that_could_not_be_had(runs: Runs, tmp_pat
     assert (content["recording"], len(content["requests"])) == (None, 2)
 
 
-def test_a_port_that_tells_no_clock_is_named_before_the_load(
+def test_a_port_without_a_clock_is_named_before_the_load(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with open_port() as port:

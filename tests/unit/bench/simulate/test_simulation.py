@@ -233,7 +233,7 @@ requests = st.builds(
     depth=st.sampled_from([0, 1]),
     is_asynchronous=st.booleans(),
 )
-def test_in_every_history_all_end_once_blocks_are_kept_and_nobody_starves(
+def test_in_every_history_all_end_once_blocks_are_kept_and_no_request_starves(
     planned: list[PlannedRequest], limits: dict[str, Any], depth: int, is_asynchronous: bool
 ) -> None:
     planned.sort(key=lambda request: request.offset_ns)
@@ -331,7 +331,7 @@ def test_what_a_step_takes_is_learnt_again_when_the_machine_slows_down() -> None
     assert live(1.6, 20) == pytest.approx(100, rel=0.2)
 
 
-def test_a_prompt_that_delays_nobody_is_not_cut() -> None:
+def test_a_prompt_that_delays_no_stream_is_not_cut() -> None:
     setup = make_setup(num_blocks=1024, max_num_batched_tokens=512, target_itl_ms=1.0)
     [first, *_] = Simulation(setup._replace(max_model_len=1024)).run([asked(0, 500, 2)]).steps
     assert first.num_prefill_tokens == 500

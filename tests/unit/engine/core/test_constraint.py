@@ -185,7 +185,7 @@ def test_an_aborted_sequence_leaves_nothing(depth: int) -> None:
     assert not len(engine.scheduler.compiling)
 
 
-def test_nobody_waits_for_a_grammar_that_is_being_compiled() -> None:
+def test_no_other_sequence_waits_for_a_grammar_that_is_being_compiled() -> None:
     grammars = CountingGrammars(is_slow=True)
     engine = engine_with(grammars)
     engine.add_request(constrained("slow", "3"))

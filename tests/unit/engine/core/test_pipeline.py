@@ -151,7 +151,7 @@ def test_an_abort_is_reported_at_once_and_the_token_in_flight_never(num_steps: i
     assert not engine.has_work
 
 
-def test_nobody_is_preempted_while_a_step_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_sequence_is_preempted_while_a_step_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(pipeline_depth=1, num_blocks=16, prefix_caching=False)
     events = watch_runner(engine, monkeypatch)
     for i in range(4):

@@ -36,14 +36,14 @@ def test_the_lowest_goes_first_and_equals_in_order_of_arrival() -> None:
     assert order_of(engine) == ["c", "e", "a", "d", "b"]
 
 
-def test_without_the_policy_nobody_is_moved() -> None:
+def test_without_the_policy_the_order_stays() -> None:
     engine = make_engine(max_num_seqs=1)
     for name, priority in (("a", 0), ("b", 5), ("c", -5)):
         add(engine, name, priority)
     assert order_of(engine) == ["a", "b", "c"]
 
 
-def test_whoever_was_preempted_is_not_overtaken() -> None:
+def test_a_preempted_sequence_is_not_overtaken() -> None:
     engine = make_engine(admission="priority", num_blocks=17, max_model_len=128)
     timed(engine)
     engine.add_request(make_request("old", range(1, 60), max_tokens=60))
@@ -62,7 +62,9 @@ def test_whoever_was_preempted_is_not_overtaken() -> None:
     arrivals=st.lists(st.tuples(st.integers(0, 3), st.integers(-20, 20)), min_size=2, max_size=40),
     wait_s=st.sampled_from([0.1, 1.0, 5.0]),
 )
-def test_nobody_is_overtaken_by_what_comes_later_than_the_bound(arrivals: list[tuple[int, int]], wait_s: float) -> None:
+def test_a_request_is_not_overtaken_by_what_comes_later_than_the_bound(
+    arrivals: list[tuple[int, int]], wait_s: float
+) -> None:
     """One second a step, one sequence at a time: a request of level p is passed only by requests of a level q < p that
     came less than (p - q) * wait_s after it, however many come.
     """

@@ -100,7 +100,7 @@ def num_cached_beside(engine: Engine, request_id: str, prompt: list[int]) -> int
     return times.num_cached_tokens
 
 
-def test_all_rows_of_a_step_are_nobodys_fault() -> None:
+def test_a_step_whose_rows_all_fail_blames_no_row() -> None:
     engine = poison(make_engine(), lambda *_: True)
     for i in range(3):
         engine.add_request(make_request(f"r{i}", [i + 1]))
@@ -183,7 +183,7 @@ CONFIGS: list[dict[str, Any]] = [{}, {"num_blocks": 18}, {"max_prefill_tokens": 
     prompts=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 20)), min_size=2, max_size=8),
     poisoned=st.sets(st.tuples(st.integers(0, 7), st.integers(0, 12)), min_size=1, max_size=6),
 )
-def test_neighbours_keep_their_tokens_whoever_fails(
+def test_neighbours_keep_their_tokens_whichever_row_fails(
     config: dict[str, Any], prompts: list[tuple[int, int]], poisoned: set[tuple[int, int]]
 ) -> None:
     requests = [

@@ -67,7 +67,7 @@ def test_a_tenant_that_is_alone_has_the_whole_cache() -> None:
     share=st.sampled_from([0.5, 0.75, 1.0]),
     turns=st.lists(st.tuples(st.sampled_from([b"a", b"b", b"c"]), st.integers(1, 6)), max_size=60),
 )
-def test_nobody_loses_a_block_while_another_holds_more_than_its_share(
+def test_no_tenant_loses_a_block_while_another_holds_more_than_its_share(
     share: float, turns: list[tuple[bytes, int]]
 ) -> None:
     evicted: list[int] = []

@@ -205,7 +205,9 @@ async def test_what_an_engine_said_before_it_was_given_up_is_not_heard_after_it(
     assert (client.num_unfinished, client.queue_estimate.num_sequences, client.queue_estimate.num_tokens) == (0, 0, 0)
 
 
-async def test_tokens_go_to_whoever_took_the_slot_last(client: AsyncEngine, transport: ManualTransport) -> None:
+async def test_tokens_go_to_the_request_that_took_the_slot_last(
+    client: AsyncEngine, transport: ManualTransport
+) -> None:
     timelines = {name: open_timeline(client, name) for name in "ab"}
     streams = {name: client.generate([make_request(name)], [timelines[name]]) for name in "ab"}
     tasks = {name: start_taking(stream) for name, stream in streams.items()}

@@ -27,7 +27,7 @@ def test_frames_come_out_whole_whatever_the_pieces(payloads: list[bytes], piece:
     assert received == payloads
 
 
-def test_a_length_that_nobody_would_send_is_refused() -> None:
+def test_a_length_beyond_the_bound_is_refused() -> None:
     with pytest.raises(ValueError, match="a frame of 4294967295 bytes"):
         FrameBuffer().feed(b"\xff\xff\xff\xff")
 
@@ -206,7 +206,7 @@ def test_a_closed_front_end_is_end_of_file(pair: tuple[socket.socket, EngineLink
         link.send(EngineFailure("nobody hears this"))
 
 
-def test_the_last_words_get_out_although_nobody_took_the_commands(pair: tuple[socket.socket, EngineLink]) -> None:
+def test_the_last_output_is_sent_although_commands_were_left_unread(pair: tuple[socket.socket, EngineLink]) -> None:
     front, link = pair
     front.sendall(encode_frame(Abort("unread")))
     words = EngineFailure("x" * 2_000_000)

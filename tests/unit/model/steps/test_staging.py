@@ -247,7 +247,7 @@ def test_a_mixed_step_is_filled_up_to_its_graph() -> None:
         assert staging.block_table[slot, first:num_blocks].tolist() == TABLE[slot, first:num_blocks].tolist()
 
 
-def test_a_step_of_nobody_has_no_tokens() -> None:
+def test_a_step_without_rows_has_no_tokens() -> None:
     """What a capture runs on: after a step of others, whose integers must not be there any more."""
     staging = make(LateStream())
     put_prompts(staging, batch_of(MIXED, 2), SIZE)

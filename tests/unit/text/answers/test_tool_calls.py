@@ -298,7 +298,7 @@ def test_wherever_a_text_ends_its_arguments_are_whole_or_cut(
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "deepseek_v31"),
     ],
 )
-def test_the_template_tells_the_format(template: str | None, name: str) -> None:
+def test_the_template_determines_the_format(template: str | None, name: str) -> None:
     assert find_format("auto", template) is FORMATS[name]
     assert find_format("hermes", template) is FORMATS["hermes"]
 

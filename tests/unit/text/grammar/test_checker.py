@@ -194,7 +194,7 @@ def test_nothing_is_written_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert os.listdir(home) == []
 
 
-def test_more_than_so_many_checks_do_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_beyond_the_limit_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checker, "MAX_WAITING", 2)
     made = make_checker(tmp_path)
     try:

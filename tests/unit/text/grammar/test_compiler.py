@@ -388,9 +388,7 @@ def test_compiling_anew_takes_at_most_half_as_long_as_the_masks_did(vocabulary: 
     assert compiled.is_worn
 
 
-def test_matchers_that_nobody_has_asked_yet_hold_no_copy_of_the_grammar(
-    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unused_matchers_hold_no_copy_of_the_grammar(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to 512 sequences of a request wait for their turn, and a source may have 256 KiB."""
     copied: list[llguidance.LLMatcher] = []
 
