@@ -1,7 +1,6 @@
 """Drives a headless Chromium over its DevTools protocol: pages, clicks, keys, sizes, and what went wrong meanwhile."""
 
 import asyncio
-import base64
 import json
 import subprocess
 import time
@@ -109,11 +108,6 @@ class Browser:
         document = await self.call("DOM.getDocument")
         node = await self.call("DOM.querySelector", nodeId=document["root"]["nodeId"], selector=selector)
         await self.call("DOM.setFileInputFiles", files=[str(path)], nodeId=node["nodeId"])
-
-    async def screenshot(self) -> bytes:
-        """What is in sight, as PNG."""
-        picture = await self.call("Page.captureScreenshot", format="png")
-        return base64.b64decode(picture["data"])
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from roseinfer.bench.load.launcher import free_port
 from roseinfer.cli import main as cli
 from roseinfer.config.sources import LoadedConfig
 from roseinfer.observe.recorder.recording import Recording
+from tests.bench_reports import value
 from tests.e2e.conftest import StartServer
 from tests.e2e.server import Server
 
@@ -23,11 +24,6 @@ from tests.e2e.server import Server
 def bench(server: Server, command: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
     code = cli.main(["bench", "serve", "--url", server.url, *shlex.split(command)])
     return code, capsys.readouterr().out.splitlines()
-
-
-def value(lines: list[str], name: str) -> str:
-    [found] = [line.removeprefix(f"{name}: ") for line in lines if line.startswith(f"{name}: ")]
-    return found
 
 
 def test_one_long_prompt_among_short_streams(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from roseinfer.cli.main import main
+from tests.bench_reports import report_of, value
 from tests.integration.fake_llm import use_fake_engine, write_tokenizer
 
 HEADER = [
@@ -27,19 +28,9 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     use_fake_engine(monkeypatch, tmp_path)
 
 
-def report_of(capsys: pytest.CaptureFixture[str], command: str) -> list[str]:
-    assert main(["bench", *shlex.split(command)]) == 0
-    return capsys.readouterr().out.splitlines()
-
-
 def names(lines: list[str]) -> list[str]:
     """What stands before the value of each line."""
     return [re.split(r" p50|: ", line)[0] for line in lines]
-
-
-def value(lines: list[str], name: str) -> str:
-    [found] = [line.removeprefix(f"{name}: ") for line in lines if line.startswith(f"{name}: ")]
-    return found
 
 
 def test_the_seeds_command_prints_the_seeds_report(capsys: pytest.CaptureFixture[str]) -> None:

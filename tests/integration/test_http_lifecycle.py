@@ -66,6 +66,13 @@ class Running:
         body = {"prompt": "Hi", "stream": True}
         return await self.session.post(f"http://127.0.0.1:{self.port}/v1/completions", json=body)
 
+    async def open_and_say(self, text: str) -> aiohttp.ClientResponse:
+        """A stream that has its first text."""
+        opening = asyncio.create_task(self.open())
+        await self.engine.received()
+        self.engine.say(text)
+        return await opening
+
 
 @asynccontextmanager
 async def running(tmp_path: Path, *, is_warm: bool = True, **server: Any) -> AsyncIterator[Running]:
@@ -176,10 +183,7 @@ async def test_an_idle_server_leaves_at_once(
 
 async def test_a_drain_lets_streams_finish_and_refuses_new_requests(tmp_path: Path) -> None:
     async with running(tmp_path) as server:
-        opening = asyncio.create_task(server.open())
-        await server.engine.received()
-        server.engine.say("a")
-        async with await opening as response:
+        async with await server.open_and_say("a") as response:
             send(signal.SIGTERM)
             await server.until("/readyz", 503)
             assert await server.status("/livez") == 200
@@ -214,13 +218,9 @@ async def test_after_the_drain_limit_streams_end_with_an_error_event(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, lifecycle.__name__)
-    async with running(tmp_path, drain_timeout_s=0.2) as server:
-        opening = asyncio.create_task(server.open())
-        await server.engine.received()
-        server.engine.say("a")
-        async with await opening as response:
-            send(signal.SIGTERM)
-            await assert_cut(server, response)
+    async with running(tmp_path, drain_timeout_s=0.2) as server, await server.open_and_say("a") as response:
+        send(signal.SIGTERM)
+        await assert_cut(server, response)
     assert told(caplog) == [
         ("WARNING", "drain timeout after 0.2 s: 1 request was cut"),
         ("INFO", "stopped with exit code 0"),
@@ -231,15 +231,11 @@ async def test_after_the_drain_limit_streams_end_with_an_error_event(
 async def test_a_second_signal_does_not_wait_for_the_limit(
     tmp_path: Path, second: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with running(tmp_path, drain_timeout_s=3600) as server:
-        opening = asyncio.create_task(server.open())
-        await server.engine.received()
-        server.engine.say("a")
-        async with await opening as response:
-            send(signal.SIGTERM)
-            await server.until("/readyz", 503)
-            send(second)
-            await assert_cut(server, response)
+    async with running(tmp_path, drain_timeout_s=3600) as server, await server.open_and_say("a") as response:
+        send(signal.SIGTERM)
+        await server.until("/readyz", 503)
+        send(second)
+        await assert_cut(server, response)
     assert ("WARNING", "second signal: 1 request was cut") in told(caplog)
 
 
@@ -298,10 +294,7 @@ async def test_progress_after_a_signal_starts_nothing(tmp_path: Path, monkeypatc
 async def test_when_the_engine_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "FAILED_LINGER_S", 1.5)
     async with running(tmp_path) as server:
-        opening = asyncio.create_task(server.open())
-        await server.engine.received()
-        server.engine.say("a")
-        async with await opening as response:
+        async with await server.open_and_say("a") as response:
             server.engine.die(EngineDead("killed"))
             *_, last = await read_events(response)
             assert last["error"]["code"] == "engine_dead"

@@ -13,18 +13,9 @@ from roseinfer.cli.main import EXIT_USAGE, main
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import gaps_of
 from roseinfer.observe.recorder.recording import Recording
+from tests.bench_reports import report_of, value
 
 LOAD = "--rate 300 --num-requests 120 --prompt-tokens 4-40 --max-tokens 2-20"
-
-
-def report_of(capsys: pytest.CaptureFixture[str], command: str) -> list[str]:
-    assert main(["bench", *shlex.split(command)]) == 0
-    return capsys.readouterr().out.splitlines()
-
-
-def value(lines: list[str], name: str) -> str:
-    [found] = [line.removeprefix(f"{name}: ") for line in lines if line.startswith(f"{name}: ")]
-    return found
 
 
 def p99_ms(lines: list[str], name: str) -> float:

@@ -109,6 +109,12 @@ class Sequence:
     is_last_on_device: bool = False
 
 
+def assert_same(outcomes: list[Outcome], expected: list[Outcome]) -> None:
+    assert [outcome.token_id for outcome in outcomes] == [outcome.token_id for outcome in expected]
+    for outcome, other in zip(outcomes, expected, strict=True):
+        assert torch.equal(outcome.logits, other.logits)
+
+
 class Player:
     """Plays the scheduler: hands out blocks in a shuffled order, builds batches, keeps what every slot has become."""
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.conftest import BuiltKernels
-from tests.unit.model.conftest import GREEDY, MakePlayer, Outcome, Player, Shape, prompt_of
+from tests.unit.model.conftest import GREEDY, MakePlayer, Outcome, Player, Shape, assert_same, prompt_of
 from tests.unit.model.setups import LEVELS_HERE, SETUPS, Setup
 
 SHAPES = [
@@ -43,12 +43,6 @@ def make_player(make_player: MakePlayer, setup: Setup, built_kernels: BuiltKerne
 
 
 LENGTHS = [1, 5, 8, 63, 64, 65, 75, 130]  # around the tiles of 8 and of 64
-
-
-def assert_same(outcomes: list[Outcome], expected: list[Outcome]) -> None:
-    assert [outcome.token_id for outcome in outcomes] == [outcome.token_id for outcome in expected]
-    for outcome, other in zip(outcomes, expected, strict=True):
-        assert torch.equal(outcome.logits, other.logits)
 
 
 def alone(player: Player, prompt: list[int], num_tokens: int) -> list[Outcome]:

@@ -128,14 +128,22 @@ async def test_an_engine_that_is_started_again_has_no_step_under_way(
     assert restarts == [None]
 
 
-async def test_the_end_is_reported_when_both_sides_have_ended(
-    client: AsyncEngine, transport: ManualTransport, told: Told
-) -> None:
+async def begin(
+    client: AsyncEngine, transport: ManualTransport, max_tokens: int
+) -> tuple[RequestTimeline, AsyncGenerator[list[TokenOutput], None], asyncio.Task[list[TokenOutput]]]:
+    """Request "a" after one step, with its stream and the task that takes the first outputs."""
     timeline = open_timeline(client)
-    stream = client.generate([make_request("a", max_tokens=2)], [timeline])
+    stream = client.generate([make_request("a", max_tokens=max_tokens)], [timeline])
     task = start_taking(stream)
     await breathe()
     transport.step()
+    return timeline, stream, task
+
+
+async def test_the_end_is_reported_when_both_sides_have_ended(
+    client: AsyncEngine, transport: ManualTransport, told: Told
+) -> None:
+    timeline, _, task = await begin(client, transport, max_tokens=2)
     transport.step()
     assert [out.finish_reason for out in await task] == [None, FinishReason.LENGTH]
     assert ("finish", FinishReason.LENGTH) not in told.events
@@ -148,11 +156,7 @@ async def test_the_end_is_reported_when_both_sides_have_ended(
 async def test_tokens_made_before_an_abort_arrived_are_still_counted(
     client: AsyncEngine, transport: ManualTransport, told: Told
 ) -> None:
-    timeline = open_timeline(client)
-    stream = client.generate([make_request("a", max_tokens=50)], [timeline])
-    task = start_taking(stream)
-    await breathe()
-    transport.step()
+    timeline, stream, task = await begin(client, transport, max_tokens=50)
     await task
     await stream.aclose()
     late, transport.commands = transport.commands, []
@@ -169,11 +173,7 @@ async def test_tokens_made_before_an_abort_arrived_are_still_counted(
 async def test_death_ends_every_stream_after_what_was_already_due(
     client: AsyncEngine, transport: ManualTransport, told: Told
 ) -> None:
-    timeline = open_timeline(client)
-    stream = client.generate([make_request("a", max_tokens=50)], [timeline])
-    task = start_taking(stream)
-    await breathe()
-    transport.step()
+    timeline, stream, task = await begin(client, transport, max_tokens=50)
     transport.on_death("the engine process was killed by signal 9")
     assert len(await task) == 1
     with pytest.raises(EngineDead, match="signal 9"):

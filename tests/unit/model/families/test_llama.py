@@ -20,7 +20,7 @@ from roseinfer.model.layers.rope import normalise_rope
 from roseinfer.model.runner import load_runner
 from roseinfer.model.weights.checkpoint import Checkpoint
 from tests.conftest import BuiltKernels
-from tests.unit.model.conftest import Outcome, Player, prompt_of
+from tests.unit.model.conftest import Player, assert_same, prompt_of
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -162,12 +162,6 @@ def test_positions_that_are_not_served_have_no_rotations(tmp_path: Path) -> None
     assert len(rotations[None].cos) == len(rotations[100_000].cos) == 128
     assert torch.equal(rotations[16].cos, rotations[None].cos[:16])
     assert torch.equal(rotations[16].sin, rotations[None].sin[:16])
-
-
-def assert_same(outcomes: list[Outcome], expected: list[Outcome]) -> None:
-    assert [outcome.token_id for outcome in outcomes] == [outcome.token_id for outcome in expected]
-    for outcome, other in zip(outcomes, expected, strict=True):
-        assert torch.equal(outcome.logits, other.logits)
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
