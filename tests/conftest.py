@@ -1,9 +1,10 @@
 """What every test may use; the rule that under ROSEINFER_REQUIRE_ALL=1 nothing is skipped; who is tried twice."""
 
 import fcntl
+import gc
 import os
 import shutil
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -74,6 +75,14 @@ def kernels_dir(pytestconfig: pytest.Config) -> Path:
 
 
 BuiltKernels = Callable[[str], Path]
+
+
+@pytest.fixture
+def only_our_collections() -> Iterator[None]:
+    """The collector runs only when the test calls it."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

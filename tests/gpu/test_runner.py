@@ -20,7 +20,7 @@ from roseinfer.model.steps.graphs import GraphSize
 from roseinfer.model.steps.warm_up_batches import masked_draw, prompt_batch
 from roseinfer.records import LifecycleState
 from tests.gpu.conftest import NUM_BLOCKS, NUM_SLOTS, LoadRunner
-from tests.unit.model.driver import Ask, Driver, Plan
+from tests.unit.model.driver import Ask, Driver, Plan, plans
 
 pytestmark = pytest.mark.gpu
 
@@ -123,14 +123,7 @@ def runners() -> dict[str, ModelRunner]:
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     mode=st.sampled_from(["startup", "lazy", "off"]),
-    plan=st.builds(
-        Plan,
-        seed=st.integers(0, 1000),
-        depth=st.integers(0, 1),
-        max_rows=st.integers(1, NUM_SLOTS),
-        chunk=st.integers(1, 200),
-        preempt_every=st.integers(0, 9),
-    ),
+    plan=plans(NUM_SLOTS, max_chunk=200),
 )
 def test_seeds_decide_whatever_the_schedule(
     load: LoadRunner, runners: dict[str, ModelRunner], mode: str, plan: Plan

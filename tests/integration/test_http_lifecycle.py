@@ -355,18 +355,13 @@ async def test_an_address_that_is_not_ours_is_named() -> None:
     assert error.param == "server.host"
 
 
-async def test_an_api_key_file_that_is_missing_is_named(tmp_path: Path) -> None:
-    config = ServerConfig(port=0, ops_port=0, api_key_file=str(tmp_path / "keys"))
-    with pytest.raises(ConfigError) as caught:
-        await lifecycle.run(Config(server=config), ScriptedEngine(), Listener(), INSTRUMENTS, lambda _: None)
-    assert caught.value.param == "server.api_key_file"
-
-
-async def test_a_chat_template_that_is_missing_is_named_before_the_engine_starts(tmp_path: Path) -> None:
-    config = ServerConfig(port=0, ops_port=0, chat_template=str(tmp_path / "mine.jinja"))
-    with pytest.raises(ConfigError) as caught:
-        await lifecycle.run(Config(server=config), ScriptedEngine(), Listener(), INSTRUMENTS, lambda _: None)
-    assert caught.value.param == "server.chat_template"
+@pytest.mark.parametrize("field", ["api_key_file", "chat_template"])
+async def test_a_missing_file_is_named_before_the_engine_starts(field: str, tmp_path: Path) -> None:
+    files: dict[str, Any] = {field: str(tmp_path / "missing")}
+    config = Config(server=ServerConfig(port=0, ops_port=0, **files))
+    with pytest.raises(ConfigError) as caught:  # the start of this engine would not end
+        await lifecycle.run(config, ScriptedEngine(), Listener(), INSTRUMENTS, lambda _: None)
+    assert caught.value.param == f"server.{field}"
 
 
 async def test_a_chat_template_from_a_file(tmp_path: Path) -> None:

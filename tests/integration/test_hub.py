@@ -175,10 +175,15 @@ async def test_a_connection_that_ends_is_resumed_where_it_ended(served: Hub) -> 
     assert served.asked[SHARD] == 3
 
 
-async def test_a_fetch_that_was_killed_is_resumed(served: Hub, tmp_path: Path) -> None:
-    blobs = tmp_path / "cache" / "models--somebody--something" / "blobs"
+def write_partial(directory: Path) -> None:
+    """What a fetch leaves that was killed after 1,000 bytes of a shard."""
+    blobs = directory / "cache" / "models--somebody--something" / "blobs"
     blobs.mkdir(parents=True)
     (blobs / f"{hashlib.sha256(SHARDS[SHARD]).hexdigest()}.partial").write_bytes(SHARDS[SHARD][:1000])
+
+
+async def test_a_fetch_that_was_killed_is_resumed(served: Hub, tmp_path: Path) -> None:
+    write_partial(tmp_path)
     assert content_of(await fetched()) == SMALL | SHARDS
     assert served.ranges == ["bytes=1000-"]
 
@@ -267,9 +272,7 @@ async def test_a_hub_without_sizes_or_digests(served: Hub, untold: set[str]) -> 
 async def test_what_a_list_does_not_tell_is_asked_of_each_file(served: Hub, tmp_path: Path, untold: set[str]) -> None:
     """So it is resumed, also by another process, and compared."""
     served.untold, served.damages[SHARD] = untold, 1
-    blobs = tmp_path / "cache" / "models--somebody--something" / "blobs"
-    blobs.mkdir(parents=True)
-    (blobs / f"{hashlib.sha256(SHARDS[SHARD]).hexdigest()}.partial").write_bytes(SHARDS[SHARD][:1000])
+    write_partial(tmp_path)
     assert content_of(await fetched()) == SMALL | SHARDS
     assert served.ranges == ["bytes=1000-"]
     assert served.asked[SHARD] == 2

@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
+from hypothesis import strategies as st
 
 from roseinfer.engine.core.batch import Launched, Runner, ScheduledBatch, SlotBinding
 from roseinfer.engine.core.stopwatch import unwatched
@@ -32,6 +33,18 @@ class Plan:
     max_rows: int = 8
     chunk: int = 1000
     preempt_every: int = 0  # steps, and five times at most; 0: never
+
+
+def plans(num_slots: int, max_chunk: int) -> st.SearchStrategy[Plan]:
+    """Any plan of whole steps."""
+    return st.builds(
+        Plan,
+        seed=st.integers(0, 1000),
+        depth=st.integers(0, 1),
+        max_rows=st.integers(1, num_slots),
+        chunk=st.integers(1, max_chunk),
+        preempt_every=st.integers(0, 9),
+    )
 
 
 @dataclass(eq=False)

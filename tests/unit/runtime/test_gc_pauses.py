@@ -1,19 +1,13 @@
 """Each collection is noted once, with what it took by the given clock, and only while somebody listens."""
 
 import gc
-from collections.abc import Iterator
 from itertools import count
 
 import pytest
 
 from roseinfer.runtime.gc_pauses import GcPauses
 
-
-@pytest.fixture(autouse=True)
-def _only_our_collections() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("only_our_collections")
 
 
 def test_each_collection_is_taken_once() -> None:

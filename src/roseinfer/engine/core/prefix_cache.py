@@ -38,7 +38,7 @@ class PrefixCache:
         self._blocks: dict[bytes, CachedBlock] = {}
         self._digest_of: dict[int, bytes] = {}
         self._pending: Counter[bytes] = Counter()
-        self.changes: deque[CachedBlock] = deque(maxlen=0)  # kept where somebody, who takes them, sets another
+        self.changes: deque[CachedBlock] = deque(maxlen=0)  # kept once a reader has set a deque without a limit
 
     def new_chain(self, salt: str, client_salt: str = "") -> BlockChain:
         return BlockChain(hashlib.sha256(salt.encode()).digest(), client_salt)

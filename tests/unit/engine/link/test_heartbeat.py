@@ -3,7 +3,6 @@
 import gc
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,6 +10,7 @@ from roseinfer.engine.link.heartbeat import Activity, Heartbeat
 from roseinfer.engine.loop import note_pauses
 from tests.unit.engine.harness import make_engine
 
+pytestmark = pytest.mark.usefixtures("only_our_collections")
 ACTIVITIES = [Activity.IDLE, Activity.STEPPING, Activity.CAPTURING, Activity.PROFILING]
 
 
@@ -28,13 +28,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(time, "monotonic_ns", clock)
     return clock
-
-
-@pytest.fixture(autouse=True)
-def _only_our_collections() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.parametrize("activity", ACTIVITIES)

@@ -17,7 +17,7 @@ from roseinfer.model.attention.base import Attend
 from roseinfer.model.runner import ModelRunner
 from roseinfer.model.steps.graphs import CudaGraphs, GraphSize, decode_graph_sizes, prompt_graph_sizes
 from roseinfer.records import LifecycleState
-from tests.unit.model.driver import Ask, Driver, Plan
+from tests.unit.model.driver import Ask, Driver, Plan, plans
 from tests.unit.model.fake_device import LateStream, RecordedGraph
 from tests.unit.model.fake_model import NUM_BLOCKS, VOCAB_SIZE, DeviceAttention, make_runner, row_model
 from tests.unit.model.steps.test_staging import batch_of
@@ -224,14 +224,7 @@ def test_graphs_give_the_tokens_of_steps_without(mode: str, depth: int) -> None:
 @settings(max_examples=15, deadline=None)
 @given(
     mode=st.sampled_from(["startup", "lazy", "off"]),
-    plan=st.builds(
-        Plan,
-        seed=st.integers(0, 1000),
-        depth=st.integers(0, 1),
-        max_rows=st.integers(1, NUM_SLOTS),
-        chunk=st.integers(1, 40),
-        preempt_every=st.integers(0, 7),
-    ),
+    plan=plans(NUM_SLOTS, max_chunk=40),
 )
 def test_seeds_decide_whatever_the_schedule(mode: str, plan: Plan) -> None:
     """Batching, chunking, preemption, graphs and depth: none of them changes a token."""
