@@ -1,7 +1,10 @@
 """Runs `roseinfer batch`: reads a file of requests, keeps the engine full, and reports how far it is."""
 
 import asyncio
+import codecs
+import os
 import signal
+import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -63,8 +66,11 @@ def read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     """Yields the lines of a file that are not blank, with their numbers from 0. Raises ConfigError."""
     try:
         with file.open("rb") as lines:
+            if not stat.S_ISREG(os.fstat(lines.fileno()).st_mode):
+                message = f"{file} is no regular file, and is read more than once: write its lines to one first"
+                raise ConfigError(message, param="--input")
             for index, line in enumerate(lines):
-                if stripped := line.strip():
+                if stripped := (line if index else line.removeprefix(codecs.BOM_UTF8)).strip():
                     yield index, stripped
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", param="--input") from None

@@ -5,10 +5,11 @@ answers are written in the order of the input, and the journal is removed. An an
 run that was killed at most the last one is cut, and that line is answered again.
 """
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, Self
 
@@ -108,7 +109,7 @@ class Journal:
     def _publish(self, file: Path, indices: Iterable[int]) -> None:
         """Write a file under another name, and rename it when it is whole and on the disk."""
         unfinished = file.with_name(file.name + ".writing")
-        with unfinished.open("wb") as written:
+        with _writing(unfinished), unfinished.open("wb") as written:
             for index in indices:
                 offset, length, _ = self._places[index]
                 entry = msgspec.json.decode(os.pread(self._file, length, offset), type=Entry)
@@ -155,8 +156,20 @@ class Journal:
         self._digests[index] = digest
 
     def _write(self, content: bytes) -> None:
-        """Raises OSError, as when the disk is full; what it has written of a line is cut off by the next run."""
-        written = os.write(self._file, content)
-        if written != len(content):
-            raise OSError(f"{self.path}: no room left")
+        """Append a whole line or nothing. Raises ConfigError, as when the disk is full."""
+        with _writing(self.path):
+            written = os.write(self._file, content)
+            if written != len(content):
+                os.ftruncate(self._file, self._end)  # or a line that still fits would follow the half of this one
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._end += written
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """What the system says against writing a file becomes a ConfigError; the answers so far are in the journal."""
+    try:
+        yield
+    except OSError as error:
+        message = f"{path} cannot be written: {error.strerror}; once it can be, the same command goes on"
+        raise ConfigError(message, param="--output") from None

@@ -100,6 +100,8 @@ def parse_line(raw: bytes) -> Line:
     """Raises InvalidRequest that names the field."""
     try:
         return msgspec.json.decode(raw, type=Line)
+    except RecursionError:
+        raise InvalidRequest("The line is nested too deeply.") from None
     except ValueError:
         pass
     try:
@@ -254,6 +256,6 @@ def custom_id_of(raw: bytes) -> str | None:
     """The name of a line, also of one that is no request; None where it has none."""
     try:
         found = msgspec.json.decode(raw, type=dict[str, Any]).get("custom_id")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, str) else None
