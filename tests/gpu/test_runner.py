@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
-from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
+from roseinfer.engine.core.batch import PooledRow, ScheduledBatch, ScoredRow, SlotBinding
 from roseinfer.messages import SamplingParams
 from roseinfer.model.attention.triton import TritonAttention
 from roseinfer.model.runner import ModelRunner, load_runner
@@ -299,6 +300,24 @@ def test_no_kind_of_sampling_waits_for_the_device(load: LoadRunner, mode: str, k
             launched.append(runner.launch(step))
         launched[-1].wait()
     assert [len(each.wait().token_ids) for each in launched] == [int(step.samples.sum()) for step in steps]
+
+
+WANTED_OF_PROMPTS: dict[str, dict[str, Any]] = {
+    "scored": {"scored": (ScoredRow(0, np.arange(8, dtype=np.int32), 3),)},
+    "last row pooled": {"pooled": (PooledRow(0, "last"),)},
+    "all rows pooled": {"pooled": (PooledRow(0, "mean"),)},
+}
+
+
+@pytest.mark.parametrize("kind", WANTED_OF_PROMPTS)
+def test_scores_and_pooled_rows_wait_for_nothing(load: LoadRunner, kind: str) -> None:
+    runner = load(cuda_graphs="off")
+    step = msgspec.structs.replace(prompt_batch(8, 8, 1), **WANTED_OF_PROMPTS[kind])
+    runner.launch(step).wait()
+    with waits_are_errors():
+        launched = runner.launch(step)
+    sampled = launched.wait()
+    assert len(sampled.scores) + len(sampled.pooled) == 1
 
 
 def test_who_waits_for_a_step_does_not_wait_for_the_next(load: LoadRunner) -> None:

@@ -16,6 +16,7 @@ from torch.autograd import profiler
 
 TRACE_NAME = "trace.json"
 
+_WORD_BYTES = 4
 _NUM_WARM_RUNS = 2  # the first compiles kernels and finds algorithms; the second runs as the captured one will
 
 
@@ -122,6 +123,61 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Ten
     """A few numbers on the device: on a CPU the array itself, on a GPU a queued copy out of torch's pinned memory."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Outbox:
+    """Numbers for tables on a device that travel together: with the next step, or in one copy of their own.
+
+    On a CPU they are used at once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pending: list[tuple[Callable[..., object], tuple[npt.NDArray[np.generic], ...]]] = []
+        self.num_words = 0  # of 32 bits, which wait
+
+    def put(self, use: Callable[..., object], *arrays: npt.NDArray[np.generic]) -> None:
+        """Call `use` with these arrays, as tensors on the device, when they have been sent; before what is put later.
+
+        They are flat, of whole words, and nobody changes them.
+        """
+        if self._device.type == "cpu":
+            use(*map(torch.from_numpy, arrays))
+            return
+        self._pending.append((use, arrays))
+        self.num_words += sum(map(_even_words, arrays))
+
+    def write(self, words: npt.NDArray[np.int32]) -> None:
+        """Lay out what waits in `num_words` words."""
+        at = 0
+        for _, arrays in self._pending:
+            for array in arrays:
+                words[at : at + array.nbytes // _WORD_BYTES] = array.view(np.int32)
+                at += _even_words(array)
+
+    def use(self, words: torch.Tensor) -> None:
+        """Use what `write` laid out, whose copy to these words on the device is queued. Nothing waits any more."""
+        pending, self._pending, self.num_words = self._pending, [], 0
+        at = 0
+        for use, arrays in pending:
+            tensors = []
+            for array in arrays:
+                own = words[at : at + array.nbytes // _WORD_BYTES]
+                tensors.append(own.view(torch.from_numpy(array[:0]).dtype))
+                at += _even_words(array)
+            use(*tensors)
+
+    def flush(self) -> None:
+        """Send what waits now."""
+        if self.num_words:
+            words = np.zeros(self.num_words, np.int32)
+            self.write(words)
+            self.use(to_device(words, self._device))
+
+
+def _even_words(array: npt.NDArray[np.generic]) -> int:
+    """So that 64 bits begin at a multiple of theirs."""
+    return -(-array.nbytes // (2 * _WORD_BYTES)) * 2
 
 
 class TorchProfiler:

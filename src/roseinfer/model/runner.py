@@ -38,7 +38,14 @@ from roseinfer.model.sampling.sampler import Sampler
 from roseinfer.model.steps.graphs import CudaGraphs, GraphSize, decode_graph_sizes, prompt_graph_sizes
 from roseinfer.model.steps.replay import Replays
 from roseinfer.model.steps.staging import InputStaging, StagedStep, StagingSizes
-from roseinfer.model.steps.warm_up_batches import WARM_UP_KINDS, decode_batch, largest_draw, masked_draw, prompt_batch
+from roseinfer.model.steps.warm_up_batches import (
+    WARM_UP_KINDS,
+    decode_batch,
+    largest_draw,
+    masked_draw,
+    prompt_batch,
+    unheld_draw,
+)
 from roseinfer.records import LifecycleState
 
 _MAX_SCORED_ROWS = 128  # at a time: 26 MB of logits of GPT-2's vocabulary
@@ -160,7 +167,12 @@ class ModelRunner:
         self._results = Results(stream, num_slots + MAX_STEP_DRAFTS)
         # One slot more than batches name, for the rows that fill up a graph.
         self._sampler = Sampler(
-            num_slots + 1, loaded.model.vocab_size, device, loaded.placement.kernels, loaded.info.max_model_len
+            num_slots + 1,
+            loaded.model.vocab_size,
+            device,
+            loaded.placement.kernels,
+            loaded.info.max_model_len,
+            self._staging.outbox,
         )
         self._last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._graph_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # results of graphs
@@ -227,7 +239,8 @@ class ModelRunner:
             logits = self._logits(step, hidden)
         with watch("sample"):
             drafted = None if batch.drafted is None else batch.drafted[batch.samples]
-            tokens, logprobs = self._sampler.sample(logits, slots, next_positions, batch.masks, drafted)
+            on_device = None if step.next_positions is None else (step.sampled_slots, step.next_positions)
+            tokens, logprobs = self._sampler.sample(logits, slots, next_positions, batch.masks, drafted, on_device)
             self._last_token.index_copy_(0, step.sampled_slots, tokens.clamp(min=0))  # a failed row's is never used
             return self._results.fetch(tokens, logprobs, scores=scores, pooled=pooled)
 
@@ -365,7 +378,7 @@ class ModelRunner:
         The slots are greedy again afterwards.
         """
         num_slots = self._limits.num_slots
-        for batch in (largest_draw, masked_draw):
+        for batch in (largest_draw, masked_draw, unheld_draw):
             self.launch(batch(num_slots, self.vocab_size)).wait()
         self._bind(SlotBinding(slot, SamplingParams(temperature=0.0), 0, ()) for slot in range(num_slots))
 

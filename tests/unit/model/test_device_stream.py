@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roseinfer.engine.core.batch import SlotBinding
 from roseinfer.messages import SamplingParams
-from roseinfer.model.device_stream import TRACE_NAME, TorchProfiler, to_device
+from roseinfer.model.device_stream import TRACE_NAME, Outbox, TorchProfiler, to_device
 from roseinfer.model.sampling.edit_table import BARRED, BIAS_SHIFT, KNOWN, EditTable
 from roseinfer.model.sampling.logit_edits import Penalties
 from roseinfer.model.sampling.sampler import Sampler
@@ -69,16 +69,45 @@ def test_a_copy_to_a_gpu_is_queued_from_pinned_memory(pinned: list[torch.Tensor]
 def test_penalties_are_bound_without_waiting(pinned: list[torch.Tensor]) -> None:
     """A request that joins a batch does not hold up the step that is on its way."""
     params = SamplingParams(presence_penalty=1.0, max_tokens=2, logit_bias={3: 1.5, 9: -100.0})
+    outbox = Outbox(DEVICE)
+    binding = SlotBinding(0, params, 2, (), np.array([7, 8, 8], np.int32))
     with Copies() as copies:
-        assert Penalties(DEVICE).bind(SlotBinding(0, params, 3, (), np.array([7, 8, 8], np.int32)))
-    assert [tensor.tolist() for tensor in pinned] == [[7, 8, 8]]
-    assert copies.waits == [False]
-    table = EditTable(1, 20, 8, DEVICE)
-    with Copies() as copies:
-        table.bind(SlotBinding(0, params, 2, (), np.array([7, 8, 8], np.int32)), np.array([4]))
+        assert Penalties(DEVICE, outbox=outbox).bind(binding)
+        EditTable(1, 20, 8, DEVICE, outbox).bind(binding, np.array([4]))
+        assert not pinned
+        outbox.flush()
     words = [KNOWN, KNOWN | 1, KNOWN | 1, BARRED, 1 << BIAS_SHIFT, 2 << BIAS_SHIFT]
-    assert [tensor.tolist() for tensor in pinned[1:4]] == [[7, 8, 8, 4, 3, 9], words, [1.5, -100.0]]
-    assert copies.waits == [False] * 4
+    [sent] = pinned
+    assert sent[:3].tolist() == [7, 8, 8]
+    assert sent[4:16].view(torch.int64).tolist() == [7, 8, 8, 4, 3, 9]
+    assert sent[16:22].tolist() == words
+    assert sent[22:24].view(torch.float32).tolist() == [1.5, -100.0]
+    assert copies.waits == [False]
+
+
+def test_what_waits_is_used_in_its_order_and_once() -> None:
+    outbox, used = Outbox(DEVICE), list[list[object]]()
+
+    def note(*parts: torch.Tensor) -> None:
+        used.append([part.tolist() for part in parts])
+
+    outbox.put(note, np.array([1, 2, 3], np.int32))
+    outbox.put(note, np.array([2**40, -1]), np.array([0.5], np.float32))
+    words = np.zeros(outbox.num_words, np.int32)
+    outbox.write(words)
+    assert not used
+    outbox.use(torch.from_numpy(words))
+    assert used == [[[1, 2, 3]], [[2**40, -1], [0.5]]]
+    assert outbox.num_words == 0
+    outbox.flush()
+    assert len(used) == 2
+
+
+def test_a_cpu_uses_it_at_once() -> None:
+    outbox, used = Outbox(torch.device("cpu")), list[object]()
+    outbox.put(lambda part: used.append(part.tolist()), np.array([1, 2], np.int32))
+    assert used == [[1, 2]]
+    assert outbox.num_words == 0
 
 
 KINDS = (

@@ -5,13 +5,15 @@ whether it is barred at first, and which of the slot's biases it gets. A kernel 
 no step sends anything. What the changes are is described in logit_edits.py.
 """
 
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from roseinfer.engine.core.batch import MAX_STEP_DRAFTS, Int32Array, SlotBinding
 from roseinfer.engine.core.constraint import TokenMasks
-from roseinfer.model.device_stream import to_device
+from roseinfer.model.device_stream import Outbox
 from roseinfer.model.sampling.slot_table import Int64Array
 
 # A word from its lowest bit: 20 bits of a count, a bit each of known and barred, 10 bits of the number of a bias.
@@ -46,7 +48,15 @@ def num_mask_words(vocab_size: int) -> int:
 class EditTable:
     """The tables. A slot whose owner has more than `MAX_BIASES` biases is not held: torch edits its logits."""
 
-    def __init__(self, num_slots: int, vocab_size: int, max_model_len: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        max_model_len: int,
+        device: torch.device,
+        outbox: Outbox | None = None,
+    ) -> None:
+        self._outbox = outbox or Outbox(device)
         # Rows begin at multiples of 64 bytes, or a kernel would read them word by word.
         width = _padded(vocab_size)
         self.words = torch.zeros(num_slots, width, dtype=torch.int32, device=device)[:, :vocab_size]
@@ -78,7 +88,7 @@ class EditTable:
             record = np.array(
                 [(kinds, params.presence_penalty, params.frequency_penalty, params.repetition_penalty)], EDIT
             )
-            _put(self.records[slot], record.view(np.int32))
+            self._outbox.put(self.records[slot].copy_, record.view(np.int32))
         self._kinds[slot], self.is_held[slot], self._is_stale[slot] = kinds, is_held, False
         self._num_prompt_tokens[slot] = binding.num_prompt_tokens
 
@@ -97,11 +107,11 @@ class EditTable:
         np.add.at(words, known[binding.num_prompt_tokens :], 1)
         words[barred] |= BARRED
         words[biased] |= np.arange(1, len(biased) + 1, dtype=np.int32) << BIAS_SHIFT
-        indices, values = to_device(changed, self._device), to_device(words[changed], self._device)
+        values = words[changed]
         words[changed] = 0
-        self.words[binding.slot].zero_().scatter_(0, indices, values)
+        self._outbox.put(partial(_replace, self.words[binding.slot]), changed, values)
         if biases:
-            _put(self.biases[binding.slot, 1 : len(biases) + 1], numbers)
+            self._outbox.put(self.biases[binding.slot, 1 : len(biases) + 1].copy_, numbers)
 
     def send_masks(self, masks: TokenMasks) -> None:
         """Use these masks for the tokens that are drawn next, in one copy. Of several of a slot the last counts."""
@@ -129,6 +139,11 @@ class EditTable:
             words.bitwise_or_(is_known.index_fill_(0, known, KNOWN))
             self._is_stale[slot] = False
         self._has_stale = bool(self._is_stale.any())
+
+
+def _replace(row: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> None:
+    """Put values into a row that has zeros else."""
+    row.zero_().scatter_(0, indices, values)
 
 
 def _put(target: torch.Tensor, array: npt.NDArray[np.generic]) -> None:

@@ -20,7 +20,7 @@ from roseinfer.engine.core.batch import Int32Array, SlotBinding
 from roseinfer.engine.core.constraint import MaskArray, TokenMasks
 from roseinfer.messages import SamplingParams
 from roseinfer.model.device import Scratch
-from roseinfer.model.device_stream import to_device
+from roseinfer.model.device_stream import Outbox, to_device
 from roseinfer.model.sampling.slot_table import Int64Array
 
 GROUP = 32  # rows that are changed at a time, which bounds the memory of copies
@@ -46,8 +46,9 @@ class Penalties:
     counts what it would count alone, if the drafted tokens before it hold.
     """
 
-    def __init__(self, device: torch.device, history: torch.Tensor | None = None) -> None:
+    def __init__(self, device: torch.device, history: torch.Tensor | None = None, outbox: Outbox | None = None) -> None:
         """`history`: see `LogitsEdits`."""
+        self._outbox = outbox or Outbox(device)
         self._device = device
         self._history = history
         self._counts = torch.zeros(0, device=device)  # of tokens in rows; zeros but while they are used
@@ -75,7 +76,7 @@ class Penalties:
         else:
             size = binding.num_prompt_tokens + binding.params.max_tokens
             tokens = torch.zeros(size, dtype=torch.int64, device=self._device)
-        tokens[: len(known)].copy_(to_device(known.astype(np.int32), self._device))
+        self._outbox.put(tokens[: len(known)].copy_, known.astype(np.int32))
         return tokens
 
     def apply(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> None:
@@ -154,10 +155,16 @@ class LogitsEdits:
     may be known on the device only.
     """
 
-    def __init__(self, num_slots: int, device: torch.device, history: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        device: torch.device,
+        history: torch.Tensor | None = None,
+        outbox: Outbox | None = None,
+    ) -> None:
         """`history` [slots, tokens] int32 on the device, if there is one, is where known tokens are kept."""
         self.masks = GrammarMasks(device)
-        self._penalties = Penalties(device, history)
+        self._penalties = Penalties(device, history, outbox)
         self._edits: tuple[Penalties | GrammarMasks, ...] = (self._penalties, self.masks)
         self._device = device
         self._scratch = Scratch(device)

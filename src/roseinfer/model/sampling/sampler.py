@@ -14,7 +14,7 @@ import torch
 
 from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT, Int32Array, SlotBinding
 from roseinfer.engine.core.constraint import TokenMasks
-from roseinfer.model.device_stream import to_device
+from roseinfer.model.device_stream import Outbox, to_device
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.sampling.edit_table import EditTable
 from roseinfer.model.sampling.logit_edits import GROUP, LogitsEdits
@@ -64,9 +64,14 @@ class Sampler:
         device: torch.device,
         kernels: Kernels | None = None,
         max_model_len: int = 0,
+        outbox: Outbox | None = None,
     ) -> None:
-        """`max_model_len` sizes the history of each slot on a GPU with Triton."""
-        self._table = SlotTable(num_slots, vocab_size, device)
+        """`max_model_len` sizes the history of each slot on a GPU with Triton.
+
+        Whoever gives an `outbox` sends what was put there before a graph is replayed; `sample` sends what still waits.
+        """
+        self._outbox = outbox or Outbox(device)
+        self._table = SlotTable(num_slots, vocab_size, device, self._outbox)
         self._device = device
         self._edit_table: EditTable | None = None
         if device.type == "cuda" and find_spec("triton") is not None:
@@ -77,15 +82,15 @@ class Sampler:
                 if device.type == "cpu" and kernels is not None
                 else TorchSampling(self._table, device)
             )
-            self._edits = LogitsEdits(num_slots, device)
+            self._edits = LogitsEdits(num_slots, device, outbox=self._outbox)
 
     def _use_triton(self, max_model_len: int) -> None:
         from roseinfer.model.sampling.triton import TritonSampling  # imports triton, which a CPU may lack
 
         num_slots, vocab_size = len(self._table.host), self._table.vocab_size
-        self._edit_table = EditTable(num_slots, vocab_size, max_model_len, self._device)
+        self._edit_table = EditTable(num_slots, vocab_size, max_model_len, self._device, self._outbox)
         self._backend = TritonSampling(self._table, self._device, self._edit_table)
-        self._edits = LogitsEdits(num_slots, self._device, self._edit_table.history)
+        self._edits = LogitsEdits(num_slots, self._device, self._edit_table.history, self._outbox)
 
     def bind(self, binding: SlotBinding) -> None:
         """Use the parameters of the slot's new owner from now on."""
@@ -101,13 +106,16 @@ class Sampler:
         positions: Int32Array,
         masks: TokenMasks | None = None,
         drafted: Int32Array | None = None,
+        on_device: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, Logprobs | None]:
         """Logits [rows, vocab_size] and the positions of the tokens to draw -> ids [rows] int64 on the device.
 
         Logits of barred tokens are overwritten for a while. `masks` are those of every row with a grammar; `drafted`
-        [rows] are the tokens at the positions before, or negative where those are known. A row whose largest logit is
-        not finite has `NO_TOKEN` if the model computed it so, `OWN_FAULT` if its edits did.
+        [rows] are the tokens at the positions before, or negative where those are known. `on_device` are slots and
+        positions again, if they are there already. A row whose largest logit is not finite has `NO_TOKEN` if the model
+        computed it so, `OWN_FAULT` if its edits did.
         """
+        self._outbox.flush()
         self._stage_masks(masks)
         if drafted is not None:
             rows = np.flatnonzero(drafted >= 0)
@@ -115,7 +123,11 @@ class Sampler:
             self._edits.note_tokens(tokens, slots[rows], positions[rows] - 1)
         edited = self._edited_rows(slots, drafted)
         with self._barred(logits, edited, slots, positions):
-            tokens = self._tokens(logits, edited, slots, positions)
+            if not len(edited) and self._edit_table is not None and on_device is not None:
+                self._refresh(slots, positions)
+                tokens = self._backend.choose(logits, *on_device)
+            else:
+                tokens = self._tokens(logits, edited, slots, positions)
         counts = self._table.host["num_logprobs"][slots]
         rows = np.flatnonzero(counts >= 0)
         if not len(rows):

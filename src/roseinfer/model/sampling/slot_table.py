@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 
 from roseinfer.engine.core.batch import Int32Array, SlotBinding
+from roseinfer.model.device_stream import Outbox
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -33,7 +34,8 @@ SLOT = np.dtype(
 class SlotTable:
     """The parameters of each slot's owner. A slot without an owner is greedy."""
 
-    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device, outbox: Outbox | None = None) -> None:
+        self._outbox = outbox or Outbox(device)
         self.host: npt.NDArray[Any] = np.zeros(num_slots, SLOT)
         self.host["top_p"] = self.host["temperature"] = 1.0
         self.host["num_logprobs"] = -1
@@ -77,7 +79,7 @@ class SlotTable:
         self.num_with_logprobs += (num_logprobs >= 0) - int(row["num_logprobs"].item() >= 0)
         row["num_logprobs"] = num_logprobs
         if self._device_bytes.device != self._host_bytes.device:
-            self._device_bytes[slot].copy_(self._host_bytes[slot].pin_memory(), non_blocking=True)
+            self._outbox.put(self._device_bytes[slot].copy_, row.copy().view(np.uint8))
 
     def barred_ids_of(self, slot: int) -> Int64Array:
         """Eos and stop tokens that the slot's owner must not get before it may stop; empty if it may at once."""

@@ -17,7 +17,7 @@ import torch
 from roseinfer.engine.core.batch import Int32Array, ScheduledBatch, Watch
 from roseinfer.engine.core.stopwatch import unwatched
 from roseinfer.model.attention.base import DeviceTokens, PackedTokens
-from roseinfer.model.device_stream import Event, Stream
+from roseinfer.model.device_stream import Event, Outbox, Stream
 from roseinfer.model.steps.graphs import GraphSize
 
 IntArray = npt.NDArray[np.integer[Any]]
@@ -48,7 +48,7 @@ class Layout:
         self._add("last_blocks", num_rows, _NARROW)
         first_word = self.num_words
         self._add("slot_indices", num_rows, _WIDE)  # of the rows whose token is gathered
-        self._add("next_positions", num_rows, _WIDE)  # of the tokens to be sampled; graphs alone read it
+        self._add("next_positions", num_rows, _WIDE)  # of the tokens to be sampled; a GPU reads it
         self._add("slots", num_rows, _NARROW)
         self._add("starts", num_rows, _NARROW)
         self._add("query_starts", num_rows + 1, _NARROW)
@@ -133,12 +133,22 @@ class Arenas:
                 arena.event.synchronize()
         return arena
 
-    def send(self, arena: Arena, words: slice, watch: Watch = unwatched) -> None:
-        """Queue the copy of these words of the arena."""
+    def send(self, arena: Arena, words: slice, watch: Watch, outbox: Outbox) -> None:
+        """Queue the copy of these words of the arena, and behind them of what waits in the outbox, which is used."""
+        first = words.stop + words.stop % 2
+        last = first + outbox.num_words
+        is_with_them = outbox.num_words > 0 and last <= len(self.words)
+        if is_with_them:
+            outbox.write(arena.words[first:last].numpy())
+            words = slice(words.start, last)
         with watch("h2d"):
             self._stream.copy(*self._sides(arena.index, words.start, words.stop))
             arena.event.record()
         self.num_sent_bytes = (words.stop - words.start) * self.words.itemsize
+        if is_with_them:
+            outbox.use(self.words[first:last])
+        else:
+            outbox.flush()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +180,7 @@ class StagedStep:
     sampled_tokens: torch.Tensor | None  # int64 [at least num_samples] index of tokens to sample from; None: all
     sampled_slots: torch.Tensor  # int64 [num_samples]
     num_samples: int
-    next_positions: torch.Tensor | None = None  # int64 [num_samples] of the tokens to be sampled; for graphs alone
+    next_positions: torch.Tensor | None = None  # int64 [num_samples] of the tokens to be sampled; on a GPU
     gathered_tokens: torch.Tensor | None = None  # int64 [num_gathered] index of the tokens; None: the first ones
     gathers_into: torch.Tensor | None = None  # `token_ids`, and one more place
 
@@ -195,6 +205,7 @@ class InputStaging:
         max_entries = 0 if stream.is_host else sizes.num_slots * sizes.max_blocks
         num_words = Layout(sizes.max_rows, sizes.max_tokens).num_words
         self.arenas = Arenas(stream, num_words + _ENTRY_WORDS * max_entries)
+        self.outbox = Outbox(stream.device)  # what is put here travels with the next step
         num_table_rows = 0 if stream.is_host else sizes.num_slots + 1  # on a CPU the scheduler's own table serves
         self.block_table = torch.zeros(num_table_rows, sizes.max_blocks, dtype=torch.int32, device=stream.device)
         self._is_unsent = np.zeros(sizes.num_slots, np.bool_)
@@ -245,7 +256,7 @@ class InputStaging:
             sampled_tokens=None,
             sampled_slots=slots[:num_rows],
             num_samples=num_rows,
-            next_positions=fields.device["next_positions"],
+            next_positions=None if self._is_host else fields.device["next_positions"][:num_rows],
         )
 
     def _pack(self, batch: ScheduledBatch, fields: StepFields, host: dict[str, IntArray]) -> StagedStep:
@@ -264,6 +275,7 @@ class InputStaging:
             sampled_tokens=device["sampled_tokens"][:num_sampled],
             sampled_slots=device["sampled_slots"][:num_samples],
             num_samples=num_samples,
+            next_positions=None if self._is_host else device["next_positions"][:num_samples],
         )
 
     def _put_tokens(
@@ -323,10 +335,12 @@ class InputStaging:
         )
 
     def _put_rows(self, batch: ScheduledBatch, host: dict[str, IntArray], query_starts: Int32Array) -> None:
-        """Write what attention on a GPU reads."""
+        """Write what attention, and then the sampler, on a GPU read."""
         host["slots"][: batch.num_rows] = batch.slots
         host["starts"][: batch.num_rows] = batch.starts
         host["query_starts"][: batch.num_rows + 1] = query_starts
+        ends = (batch.starts + batch.num_new_tokens)[batch.samples]
+        host["next_positions"][: len(ends)] = ends
 
     def _send_with_entries(self, batch: ScheduledBatch, arena: Arena, fields: StepFields, watch: Watch) -> None:
         """Send everything in one copy, and put the new entries into the device's block table."""
@@ -335,7 +349,7 @@ class InputStaging:
         host_entries, host_blocks = _entries(arena.words, first, count)
         host_entries.numpy()[:] = entries
         host_blocks.numpy()[:] = blocks
-        self.arenas.send(arena, slice(fields.layout.step_words.start, first + _ENTRY_WORDS * count), watch)
+        self.arenas.send(arena, slice(fields.layout.step_words.start, first + _ENTRY_WORDS * count), watch, self.outbox)
         if count:
             self.block_table.view(-1).scatter_(0, *_entries(self.arenas.words, first, count))
 
@@ -376,7 +390,7 @@ class InputStaging:
         host["starts"][:] = host["token_positions"]
         np.add(host["token_positions"], 1, out=host["next_positions"])
         host["query_starts"][:] = self._counting[: num_rows + 1]
-        self.arenas.send(arena, fields.layout.decode_words, watch)
+        self.arenas.send(arena, fields.layout.decode_words, watch, self.outbox)
 
     def _put_decode_rows(self, batch: ScheduledBatch, host: dict[str, IntArray]) -> None:
         """Write the rows' slots and positions, and the entry of the block table that each row's token needs.
@@ -417,9 +431,7 @@ class InputStaging:
             num_rows, num_tokens, num_gathered = batch.num_rows, batch.num_tokens, batch.num_device_rows
             query_starts, _, _ = self._put_tokens(batch, host, size.num_tokens, size.num_rows)
             self._put_rows(batch, host, query_starts)
-            next_positions = (batch.starts + batch.num_new_tokens)[batch.samples]
-            num_samples = len(next_positions)
-            host["next_positions"][:num_samples] = next_positions
+            num_samples = int(np.count_nonzero(batch.samples))
         else:
             for name in ("token_ids", "token_positions", "sampled_tokens"):
                 host[name][:] = 0
@@ -432,7 +444,7 @@ class InputStaging:
         host["sampled_slots"][num_samples:] = self.spare_slot
         host["next_positions"][num_samples:] = 1
         if batch is None:
-            self.arenas.send(arena, fields.layout.step_words, watch)
+            self.arenas.send(arena, fields.layout.step_words, watch, self.outbox)
         else:
             self._send_with_entries(batch, arena, fields, watch)
 

@@ -8,6 +8,7 @@ import numpy as np
 from roseinfer.engine.core.batch import Int32Array, ScheduledBatch, SlotBinding
 from roseinfer.engine.core.constraint import Constraint, MaskArray, Matcher, TokenMasks
 from roseinfer.messages import Grammar, SamplingParams
+from roseinfer.model.sampling.edit_table import MAX_BIASES
 from roseinfer.model.sampling.logit_edits import GROUP
 
 # Parameters that the warm-up runs a prompt and a decode step with: every kind of sampling.
@@ -66,6 +67,13 @@ def masked_draw(num_slots: int, vocab_size: int) -> ScheduledBatch:
     constraint = Constraint(matcher, params, (), vocab_size)
     batch = decode_batch(num_rows, bindings=tuple(SlotBinding(slot, params, 1, ()) for slot in range(num_rows)))
     return msgspec.structs.replace(batch, masks=TokenMasks({(slot, 1): (constraint, 0) for slot in range(num_rows)}))
+
+
+def unheld_draw(num_slots: int, vocab_size: int) -> ScheduledBatch:
+    """As many rows as are edited at a time, of owners with more biases than the tables on a GPU hold."""
+    params = SamplingParams(presence_penalty=0.1, logit_bias=dict.fromkeys(range(min(MAX_BIASES + 1, vocab_size)), 1.0))
+    num_rows, known = min(GROUP, num_slots), np.zeros(1, np.int32)
+    return decode_batch(num_rows, bindings=tuple(SlotBinding(slot, params, 1, (), known) for slot in range(num_rows)))
 
 
 class _AnyToken:

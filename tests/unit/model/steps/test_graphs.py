@@ -192,7 +192,7 @@ def test_the_largest_prompt_and_draw_run_again_after_the_captures() -> None:
     model.forward = noted  # type: ignore[method-assign]
     runner = make_runner(LateStream(), RunnerConfig(), NUM_SLOTS, make_model=lambda: (model, attention))
     runner.warm_up(64)
-    assert num_tokens[-4:] == [256, 64, NUM_SLOTS, NUM_SLOTS], "the last graph, the prompt, the draw and the masks"
+    assert num_tokens[-5:] == [256, 64, NUM_SLOTS, NUM_SLOTS, NUM_SLOTS], "the last graph, the prompt, three draws"
 
 
 @pytest.mark.parametrize(("mode", "num_captures"), [("lazy", 0), ("off", 0)])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roseinfer.engine.core.batch import Int32Array, ScheduledBatch
-from roseinfer.model.device_stream import Stream
+from roseinfer.model.device_stream import Outbox, Stream
 from roseinfer.model.steps.graphs import GraphSize
 from roseinfer.model.steps.staging import InputStaging, Layout, StagedStep, StagingSizes
 from tests.unit.model.fake_device import LateStream
@@ -172,6 +172,28 @@ def test_a_token_brings_its_id_and_its_position() -> None:
         staging.stage(batch_of([(1, 1, count - 1)]))
     small, large = stream.copied_words
     assert large - small == 16 * (2 + 2) + 3 * 2, "and two blocks more begin"
+
+
+def test_what_waits_travels_with_the_step_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, flushed = LateStream(), list[int]()
+    staging = make(stream)
+    staging.outbox = outbox = Outbox(torch.device("meta"))  # a device which nothing is used at once for
+    monkeypatch.setattr(outbox, "flush", lambda: flushed.append(outbox.num_words))
+    sent = list[list[int]]()
+    for stage in (
+        lambda: staging.stage(batch_of([(4, 9, 1), (1, 0, 3)], 1)),
+        lambda: staging.stage_decode(batch_of([(4, 10, 1)], 1), 2),
+        lambda: staging.stage_prompts(batch_of([(4, 11, 1), (1, 3, 3)], 1), GraphSize(16, 8)),
+        lambda: staging.stage_prompts(None, GraphSize(16, 8)),
+    ):
+        before = len(stream.copied_words)
+        outbox.put(lambda *parts: sent.extend(part.tolist() for part in parts), np.array([7, 8, 9]), np.array([5]))
+        stage()
+        assert len(stream.copied_words) == before + 1
+    assert (sent, flushed) == ([[7, 8, 9], [5]] * 4, [])
+    outbox.put(print, np.zeros(10_000, np.int64))
+    staging.stage_decode(batch_of([(4, 10, 1)], 1), 2)
+    assert flushed == [20_000]
 
 
 def test_a_step_sends_what_it_uses() -> None:

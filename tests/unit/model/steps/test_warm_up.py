@@ -14,11 +14,12 @@ from roseinfer.messages import SamplingParams
 from roseinfer.model.device import Scratch
 from roseinfer.model.runner import ModelRunner
 from roseinfer.model.sampling import torch as sampling_torch
-from roseinfer.model.sampling.logit_edits import GROUP, GrammarMasks
+from roseinfer.model.sampling.edit_table import EditTable
+from roseinfer.model.sampling.logit_edits import GROUP, GrammarMasks, Penalties
 from roseinfer.model.sampling.slot_table import SlotTable
 from roseinfer.model.sampling.torch import TorchSampling
 from roseinfer.model.steps.graphs import decode_graph_sizes
-from roseinfer.model.steps.warm_up_batches import WARM_UP_KINDS, decode_batch
+from roseinfer.model.steps.warm_up_batches import WARM_UP_KINDS, decode_batch, unheld_draw
 from tests.unit.model.conftest import MakePlayer, Shape
 from tests.unit.model.fake_device import LateStream
 from tests.unit.model.fake_model import make_runner, row_model
@@ -78,6 +79,17 @@ def test_buffers_of_sampling_are_taken_once_and_suffice(monkeypatch: pytest.Monk
         runner.launch(decode_batch(NUM_SLOTS, bindings=bindings)).wait()
     assert len(taken) == 3
     assert runner._sampler._edits._penalties._counts is counts
+
+
+def test_torch_has_edited_what_a_gpus_tables_do_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its counts take memory once, for as many rows as are edited at a time."""
+    penalised = record(monkeypatch, Penalties, "_penalise")
+    runner_of().warm_up(64)
+    assert max(len(owners) for _, _, owners, _ in penalised) == GROUP  # type: ignore[arg-type]
+    table = EditTable(NUM_SLOTS, VOCAB, 8, torch.device("cpu"))
+    for binding in unheld_draw(NUM_SLOTS, VOCAB).bindings:
+        table.bind(binding, np.zeros(0, np.int64))
+    assert not table.is_held[:GROUP].any()
 
 
 def test_all_slots_but_the_first_are_plain_afterwards() -> None:
