@@ -48,18 +48,21 @@ class CpuWaits:
         tasks: Path = TASKS,
         groups: Sequence[Path] | None = None,
         noted_ns: int = _NOTED_NS,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """Of the calling thread and of `threads`, by their ids. Counts nothing where the system does not.
 
         Less than `noted_ns` between two looks is no wait.
         """
         self._noted_ns = noted_ns
+        self._clock = clock
         own = threading.get_native_id()
         self._files = _open(tasks / str(thread) / "schedstat" for thread in (own, *threads))
         self._stats = _open(group / "cpu.stat" for group in (cpu_groups() if groups is None else groups))
         self._looked_ns = self._read_quota_ns = 0
         self._delays = [_delay_ns(file) for file in self._files]
         self._throttled_ns = self._read_throttled()
+        self._late = NOTHING  # what the last look found counted and what passed after its moment
 
     def look(self, now_ns: int, missing_ns: int = 0) -> Waited:
         """What was waited since the look before; nothing, until the next look, if that was just now.
@@ -70,17 +73,32 @@ class CpuWaits:
         if now_ns - self._looked_ns < _EVERY_NS or not self._files:
             return NOTHING
         self._looked_ns = now_ns
-        before, self._delays = self._delays, [_delay_ns(file) for file in self._files]
-        delay_ns = max(now - then for now, then in zip(self._delays, before, strict=True))
+        carried, self._late = self._late, NOTHING
+        delay_ns, late_ns = self._read_delay(now_ns, carried.waited_ns)
         missing_ns = max(delay_ns, missing_ns)
-        if missing_ns < self._noted_ns and now_ns - self._read_quota_ns < _QUOTA_EVERY_NS:
+        if max(missing_ns, late_ns) < self._noted_ns and now_ns - self._read_quota_ns < _QUOTA_EVERY_NS:
             return NOTHING
         self._read_quota_ns = now_ns
-        throttled_before, self._throttled_ns = self._throttled_ns, self._read_throttled()
-        if missing_ns < self._noted_ns:
-            return NOTHING
-        throttled = min(missing_ns, self._throttled_ns - throttled_before)
-        return Waited(throttled, max(0, delay_ns - throttled))
+        before, self._throttled_ns = self._throttled_ns, self._read_throttled()
+        quota_ns = carried.throttled_ns + self._throttled_ns - before
+        missing_ns = missing_ns if missing_ns >= self._noted_ns else 0
+        self._late = Waited(min(late_ns, quota_ns), late_ns)
+        throttled_ns = min(missing_ns, quota_ns - self._late.throttled_ns)
+        return Waited(throttled_ns, max(0, min(delay_ns, missing_ns) - throttled_ns))
+
+    def _read_delay(self, now_ns: int, carried_ns: int) -> tuple[int, int]:
+        """How long a thread had no core until `now_ns`, and since.
+
+        The kernel stops a thread on its way out of a system call, so also between that moment and a reading. What it
+        counts then belongs to the next look.
+        """
+        before, self._delays = self._delays, [_delay_ns(file) for file in self._files]
+        since_ns = self._clock() - now_ns
+        if since_ns >= self._noted_ns:  # a stop on the way out of a reading is counted by now, and not in what was read
+            self._delays = [_delay_ns(file) for file in self._files]
+        delay_ns = max(now - then for now, then in zip(self._delays, before, strict=True)) + carried_ns
+        late_ns = min(delay_ns, since_ns) if since_ns >= self._noted_ns else 0
+        return delay_ns - late_ns, late_ns
 
     def _read_throttled(self) -> int:
         return sum(throttled_ns(_read(file)) for file in self._stats)
@@ -123,7 +141,7 @@ class LoopWaits:
 
     def selector(self) -> selectors.BaseSelector:
         """For the loop that is to be watched; called in its thread."""
-        self._waits = CpuWaits(noted_ns=_LOOP_NOTED_NS)
+        self._waits = CpuWaits(noted_ns=_LOOP_NOTED_NS, clock=self._clock)
         self._looked_ns, self._computed_ns = self._clock(), self._cpu_clock()
         return _WatchedSelector(self)
 

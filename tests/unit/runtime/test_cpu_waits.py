@@ -24,6 +24,7 @@ class Kernel:
         self.tasks, self.group = directory / "task", directory / "group"
         self.group.mkdir(parents=True)
         self.own = threading.get_native_id()
+        self.read_at = 0.0  # when the files have been read, in milliseconds
         self.set_throttled(0)
 
     def set_thread(self, thread: int, *, ran: float = 0.0, waited: float = 0.0) -> None:
@@ -34,7 +35,7 @@ class Kernel:
         (self.group / "cpu.stat").write_text(f"nr_throttled 1\nthrottled_usec {int(ms * 1000)}\n")
 
     def waits(self, *threads: int) -> CpuWaits:
-        return CpuWaits(threads, self.tasks, [self.group])
+        return CpuWaits(threads, self.tasks, [self.group], clock=lambda: int(self.read_at * MS))
 
 
 @pytest.fixture
@@ -66,6 +67,27 @@ def test_a_stop_that_hit_others_is_not_charged_to_a_later_wait(kernel: Kernel) -
     assert waits.look(50 * MS) == NOTHING
     kernel.set_thread(kernel.own, waited=5)
     assert waits.look(52 * MS) == Waited(0, 5 * MS)
+
+
+def test_a_stop_between_the_moment_and_the_reading_belongs_to_the_next_look_and_no_later_one(kernel: Kernel) -> None:
+    waits = kernel.waits()
+    kernel.set_thread(kernel.own, waited=65)
+    kernel.set_throttled(58)
+    kernel.read_at = 110
+    assert waits.look(50 * MS) == Waited(0, 5 * MS)
+    assert waits.look(112 * MS, 61 * MS) == Waited(58 * MS, 2 * MS)
+    assert waits.look(175 * MS, 60 * MS) == NOTHING
+
+
+def test_a_stop_on_the_way_out_of_a_reading_is_counted_once(kernel: Kernel) -> None:
+    def stopped() -> int:
+        kernel.set_thread(kernel.own, waited=60)
+        return 111 * MS
+
+    waits = CpuWaits((), kernel.tasks, [kernel.group], clock=stopped)
+    assert waits.look(50 * MS) == NOTHING
+    assert waits.look(112 * MS, 61 * MS) == Waited(0, 60 * MS)
+    assert waits.look(114 * MS) == NOTHING
 
 
 def test_threads_that_compute_together_wait_as_long_as_one_of_them(kernel: Kernel) -> None:
@@ -111,7 +133,7 @@ class Loop:
     def __init__(self, kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
         self.kernel, self.now, self.computed, self.heard = kernel, 90.0, 40.0, list[Stop]()
         make = partial(CpuWaits, (), kernel.tasks, [kernel.group])
-        monkeypatch.setattr(cpu_waits, "CpuWaits", lambda noted_ns: make(noted_ns=noted_ns))
+        monkeypatch.setattr(cpu_waits, "CpuWaits", make)
         self.waits = LoopWaits(lambda: int(self.now * MS), lambda: int(self.computed * MS))
         self.waits.listeners.append(self.heard.append)
         self.selector = self.waits.selector()
