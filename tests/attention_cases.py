@@ -73,7 +73,7 @@ def textbook(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, spec
 class Bench:
     """A backend over its cache and the reference over another, in which the same blocks belong to the same slots.
 
-    The last row of the block table, and the last block, are nobody's: they serve rows that only fill up.
+    No sequence owns the last row of the block table and the last block: they serve rows that only fill up.
     """
 
     def __init__(self, case: Case, device: torch.device, num_slots: int, max_len: int) -> None:

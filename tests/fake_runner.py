@@ -117,7 +117,7 @@ class FakeRunner:
                 scores.append(self._score(self._memory[places], start, scored[row]))
             if row in poolings:
                 pooled.append(self._pool(self._memory[places], start, poolings[row]))
-                sampled += [0] * bool(samples)  # nobody reads it
+                sampled += [0] * bool(samples)  # not read
                 logprobs += [None] * bool(samples)
             elif samples:
                 token_id = self._next_token(self._memory[places], self._bindings[slot])

@@ -43,7 +43,7 @@ def test_events_say_what_is_held() -> None:
     index.apply(["AllBlocksCleared"])
     assert held(index, prompt) == 0
     index.apply(stored(prompt[8:], [3], parent=2))
-    assert held(index, prompt) == 0, "nobody knows what comes before it"
+    assert held(index, prompt) == 0, "its predecessor is unknown"
 
 
 def test_a_salt_is_another_prefix() -> None:

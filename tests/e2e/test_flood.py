@@ -1,4 +1,4 @@
-"""What a flood of cancels, or a log that nobody reads, leaves behind in a real server: nothing, and a count."""
+"""What a flood of cancels, or a log without a reader, leaves behind in a real server: nothing, and a count."""
 
 import array
 import fcntl

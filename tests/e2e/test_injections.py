@@ -23,7 +23,7 @@ from tests.e2e.test_faults import read_all, reset, send_request
 pytestmark = pytest.mark.e2e
 
 DEMO = Path(__file__).parents[2] / "src" / "roseinfer" / "demo"
-POISONED_POSITION = 300  # whoever computes this position computes no numbers from there on
+POISONED_POSITION = 300  # the row that computes this position computes no numbers from there on
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
@@ -87,7 +87,7 @@ def test_an_engine_that_dies_is_started_again_once(start_server: StartServer) ->
     os.kill(first, signal.SIGKILL)
     for stream in streams:
         assert last_event(read_all(stream))["error"]["code"] == "engine_dead"
-    until(lambda: server.status("/livez") == 200, "whoever kills us now ends a restart")
+    until(lambda: server.status("/livez") == 200, "a kill would end a restart now")
     until(lambda: server.status("/readyz") == 200, "it never came back")
     assert server.engine_pid() != first
     assert niceness(server.engine_pid()) == nice, "the second engine is nicer than the first"
@@ -118,7 +118,7 @@ def test_an_idle_engine_is_never_hung(start_server: StartServer) -> None:
     assert answers(server)
     until(lambda: bool(probe(server)["engine"]["activity"] == "idle"), "it has answered, and says so a moment later")
     os.kill(server.engine_pid(), signal.SIGSTOP)
-    time.sleep(2.5)  # more than twice the limit, and nobody waits for anything
+    time.sleep(2.5)  # more than twice the limit, without a request
     assert probe(server)["engine"]["activity"] == "idle"
     os.kill(server.engine_pid(), signal.SIGCONT)
     assert answers(server)

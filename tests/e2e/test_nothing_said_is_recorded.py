@@ -17,7 +17,7 @@ from tests.e2e.conftest import StartServer
 pytestmark = pytest.mark.e2e
 
 MARKER = "quixotic zeppelin jamboree"
-ID_RUN = 4  # so many ids in a row are nobody's coincidence
+ID_RUN = 4  # this many ids in a row are no coincidence
 PATHS = ("steps?limit=8192", "recording", "trace?limit=8192", "requests", "requests/told", "timeline/data?limit=8192")
 
 

@@ -1,4 +1,4 @@
-"""Two replicas behind nginx are restarted in turn while clients stream: nobody loses a stream or a token."""
+"""Two replicas behind nginx are restarted in turn while clients stream: no client loses a stream or a token."""
 
 import asyncio
 import contextlib

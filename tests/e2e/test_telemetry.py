@@ -1,4 +1,4 @@
-"""The telemetry process is killed and stopped under 64 streams: no stream differs, nobody waits, totals are true."""
+"""The telemetry process is killed and stopped under 64 streams: no stream differs or waits, totals are true."""
 
 import asyncio
 import http.client

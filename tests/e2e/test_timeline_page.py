@@ -8,17 +8,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from aiohttp import web
 
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.records import Advanced
-from roseinfer.server.app import build_runner
 from roseinfer.server.ops import debug
 from tests.conftest import require_tool
 from tests.e2e.chromium import Browser, browsing, running_chromium
 from tests.unit.observe.flights import add_waiting, make_flight
-from tests.unit.server.harness import ScriptedEngine, ops_app, serving
+from tests.unit.server.harness import ScriptedEngine, answering, ops_app, serving
 
 pytestmark = pytest.mark.e2e
 
@@ -37,19 +35,16 @@ async def operations(
 ) -> AsyncIterator[str]:
     """The URL of an operations port that answers from a flight."""
     routes = debug.routes(flight)
-    async with serving(ScriptedEngine(), keys=keys, ops_host=ops_host) as server:
-        runner = build_runner(ops_app(server.service, routes), 0.5)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            await runner.cleanup()
+    async with (
+        serving(ScriptedEngine(), keys=keys, ops_host=ops_host) as server,
+        answering(ops_app(server.service, routes)) as (url, _),
+    ):
+        yield url
 
 
 @asynccontextmanager
 async def page(flight: Flight, devtools_url: str, width: int = 1280) -> AsyncIterator[Browser]:
-    """The page with its first data; at the end nothing may have gone wrong, and nobody else been asked."""
+    """The page with its first data; at the end nothing may have gone wrong, and no other host been asked."""
     async with operations(flight) as url, browsing(devtools_url) as browser:
         await browser.prefer(reduced_motion="reduce")
         await browser.open(f"{url}/debug/timeline", width)

@@ -25,7 +25,7 @@ def check(content: bytes) -> bool:
     """The property; whether it was drawn."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of NumPy, about sums of numbers that nobody measured
+            warnings.simplefilter("ignore")  # of NumPy, about sums of numbers that were not measured
             drawn = FLIGHT.view(content)
     except InvalidRequest as error:
         param, message = error.param, error.message

@@ -88,7 +88,9 @@ class Replayed:
     is_capturable = False
 
     def __init__(self, backend: AttentionBackend, bench: Bench, num_rows: int, max_context_len: int) -> None:
-        self._tokens = bench.pack([], num_rows, max_context_len)  # a capture runs, so it runs on nobody's block
+        self._tokens = bench.pack(
+            [], num_rows, max_context_len
+        )  # a capture runs, so it uses the block that no sequence owns
         self._inputs = tuple(x.clone() for x in bench.inputs([(0, 1)] * num_rows))
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())

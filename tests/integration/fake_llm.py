@@ -67,7 +67,7 @@ def use_fake_engine(monkeypatch: pytest.MonkeyPatch, directory: Path, latency_s:
 
 
 def greedy(max_tokens: int, **params: object) -> SamplingParams:
-    """So many tokens, the likeliest each, whatever they are."""
+    """The given number of tokens, the likeliest each."""
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **params)  # type: ignore[arg-type]
 
 

@@ -94,7 +94,7 @@ class LiveServer:
             await asyncio.sleep(0.002)
 
     async def generated(self, num_tokens: int) -> None:
-        """Return once every request that is running has so many tokens more."""
+        """Return once every request that is running has `num_tokens` more."""
         goals = [(t, len(t.token_ns) + num_tokens) for t in self.tape.timelines if t not in self.tape.finished]
         await self.until(lambda: all(len(t.token_ns) >= goal or t.finish_reason for t, goal in goals))
 

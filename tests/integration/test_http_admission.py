@@ -44,7 +44,7 @@ async def upload(server: Server, meanwhile: Callable[[], Awaitable[None]]) -> An
 
 @asynccontextmanager
 async def stalled(server: Server) -> AsyncIterator[aiohttp.ClientResponse]:
-    """A stream that is over for the engine, and most of which nobody has read."""
+    """A stream that is over for the engine and mostly unread by its client."""
     engine = server.engine
     opening = asyncio.create_task(server.open())
     await engine.received()
@@ -110,7 +110,9 @@ async def test_tokens_of_prompts_and_of_what_may_be_generated_are_limited() -> N
         engine.queue_estimate.add_request(sequence("another", num_prompt_tokens=4, max_tokens=6))
         refused = [await server.complete(max_tokens=9), await server.complete(max_tokens=4, n=2)]
         fitting = [await server.complete(max_tokens=8), await server.complete(max_tokens=3, n=2)]
-    assert [answer.status for answer in (alone, *fitting)] == [200] * 3, "whoever is alone is served, and whoever fits"
+    assert [answer.status for answer in (alone, *fitting)] == [200] * 3, (
+        "a request that is alone is served, and each that fits"
+    )
     for answer in refused:
         assert (answer.status, answer.error["code"], answer.error["type"]) == (429, "overloaded", "rate_limit_error")
         assert "more than 20" in answer.error["message"]

@@ -53,7 +53,7 @@ async def test_a_deadline_passes_while_a_grammar_is_checked(name: str, stream: b
         checks = server.service.grammars = NeverChecked()
         answer = await server.complete(stream=stream, structured_outputs={"choice": ["a"]}, **body)
         assert_late(answer, param, server)
-    assert [future.cancelled() for future in checks.futures] == [True], "nobody waits for it: it need not begin"
+    assert [future.cancelled() for future in checks.futures] == [True], "no request waits for it: it need not begin"
 
 
 @pytest.mark.parametrize("name", GIVEN)

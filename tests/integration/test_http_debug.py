@@ -18,11 +18,10 @@ from aiohttp import web
 from roseinfer.messages import ProfileEnded
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.observe.recorder.recording import Recording
-from roseinfer.server.app import build_runner
 from roseinfer.server.ops import debug, debug_access, profile
 from roseinfer.server.ops.debug_access import is_loopback
 from tests.unit.observe.flights import make_flight
-from tests.unit.server.harness import Answer, ScriptedEngine, ops_app, serving
+from tests.unit.server.harness import Answer, ScriptedEngine, answering, ops_app, serving
 
 
 class Operations:
@@ -50,12 +49,8 @@ async def operations(
         routes = [*debug.routes(flight or make_flight()), debug.invariants_route(dict)]
         routes.append(profile.route(begin_profile, lambda: Path("new"), lambda *_: None))
         app = ops_app(server.service, routes)
-        runner = build_runner(app, 0.5)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        async with aiohttp.ClientSession() as session:
-            yield Operations(f"http://127.0.0.1:{runner.addresses[0][1]}", session, app)
-        await runner.cleanup()
+        async with answering(app) as (url, _), aiohttp.ClientSession() as session:
+            yield Operations(url, session, app)
 
 
 async def test_the_last_steps() -> None:
@@ -155,7 +150,7 @@ async def test_what_is_no_recording_is_refused(content: bytes) -> None:
     async with operations() as port:
         answer = await port.ask("/debug/recording/view", "POST", data=content)
     assert (answer.status, answer.error["param"]) == (400, "recording")
-    assert "/tmp" not in answer.error["message"]  # noqa: S108 - where it was put is nobody's business
+    assert "/tmp" not in answer.error["message"]  # noqa: S108 - clients do not learn where it was put
 
 
 async def test_too_long_a_recording_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ async def test_a_key_is_added_and_another_withdrawn(
         assert await status("key-two") == 200
         keys.write_text("")
         while "cannot be used" not in caplog.text:
-            assert await status("key-two") == 200, "a file that was emptied by mistake locks nobody out"
+            assert await status("key-two") == 200, "a file that was emptied by mistake locks no client out"
     assert "key-two" not in caplog.text
 
 

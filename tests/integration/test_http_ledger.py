@@ -143,7 +143,7 @@ async def test_a_request_that_is_rejected(body: dict[str, Any]) -> None:
 
 
 async def test_a_request_whose_client_went_away() -> None:
-    """Nobody is left to be told, so the ledger is drawn from its timeline."""
+    """No client is left to read it, so the ledger is taken from its timeline."""
     async with live(build) as server:
         asking = asyncio.create_task(ask(server, stream=True, max_tokens=500))
         await server.until(lambda: any(timeline.token_ns for timeline in server.tape.timelines))

@@ -3,15 +3,12 @@
 import asyncio
 from pathlib import Path
 
-import aiohttp
 import pytest
-from aiohttp import web
 
 from roseinfer import __version__
 from roseinfer.records import FinishReason
-from roseinfer.server.app import build_runner
 from roseinfer.server.middleware import PROBE_PATHS
-from tests.unit.server.harness import ScriptedEngine, ops_app, says, serving
+from tests.unit.server.harness import ScriptedEngine, answering, ops_app, says, serving
 
 
 async def test_the_probes_of_a_ready_server() -> None:
@@ -79,16 +76,10 @@ async def test_each_key_opens_the_door_and_has_a_cache_of_its_own() -> None:
 
 
 async def test_the_operations_port_needs_no_key_and_serves_no_tokens(tmp_path: Path) -> None:
-    async with serving(ScriptedEngine(), keys=KEYS) as server:
-        runner = build_runner(ops_app(server.service), 0.5)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with aiohttp.ClientSession() as session:
-            statuses = {}
-            for path in ("/livez", "/readyz", "/startupz", "/health", "/metrics", "/v1/models"):
-                async with session.get(url + path) as response:
-                    statuses[path] = response.status
-        await runner.cleanup()
+    async with serving(ScriptedEngine(), keys=KEYS) as server, answering(ops_app(server.service)) as (url, _):
+        statuses = {}
+        for path in ("/livez", "/readyz", "/startupz", "/health", "/metrics", "/v1/models"):
+            async with server.session.get(url + path) as response:
+                statuses[path] = response.status
     assert statuses.pop("/v1/models") == 404
     assert set(statuses.values()) == {200}

@@ -10,11 +10,10 @@ import pytest
 from aiohttp import web
 
 from roseinfer.messages import ProfileEnded
-from roseinfer.server.app import build_runner
 from roseinfer.server.middleware import answer_errors, identify
 from roseinfer.server.ops.profile import route
 from roseinfer.server.port import PORT
-from tests.unit.server.harness import Answer, ScriptedEngine, Server, serving
+from tests.unit.server.harness import Answer, ScriptedEngine, Server, answering, serving
 
 
 @asynccontextmanager
@@ -28,12 +27,8 @@ async def profiling(write_manifest: Callable[[Path, int], None] = lambda _path, 
             return server.engine.profile(num_steps, path)
 
         app.add_routes([route(begin_profile, lambda: Path("traces") / "new", write_manifest)])
-        runner = build_runner(app, 0.5)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        yield Server(server.engine, server.service, url, server.session, runner)
-        await runner.cleanup()
+        async with answering(app) as (url, runner):
+            yield Server(server.engine, server.service, url, server.session, runner)
 
 
 async def profile(server: Server, query: str = "") -> Answer:

@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from roseinfer.errors import SlowReader
 from roseinfer.messages import ProfileEnded, Request, TokenOutput
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.records import EngineTimes, FinishReason, RequestTimeline
-from roseinfer.server.app import build_runner
 from roseinfer.server.ops import debug, profile
 from tests.integration.test_http_connections import HEAD, connected
 from tests.unit.observe.facts import Page, make_metrics
 from tests.unit.observe.flights import make_flight
-from tests.unit.server.harness import ScriptedEngine, Server, ops_app, says, serving
+from tests.unit.server.harness import ScriptedEngine, Server, answering, ops_app, says, serving
 
 TABLE = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
 DOCUMENTED = {
@@ -148,12 +146,8 @@ async def operations(server: Server) -> AsyncIterator[Server]:
         return server.engine.profile(num_steps, path)
 
     routes = [*debug.routes(make_flight()), profile.route(begin_profile, lambda: Path("new"), lambda *_: None)]
-    runner = build_runner(ops_app(server.service, routes), 0.5)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield Server(server.engine, server.service, url, server.session, runner)
-    await runner.cleanup()
+    async with answering(ops_app(server.service, routes)) as (url, runner):
+        yield Server(server.engine, server.service, url, server.session, runner)
 
 
 @dataclass(frozen=True)

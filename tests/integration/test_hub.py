@@ -50,8 +50,8 @@ class Hub:
         self.ranges: list[str] = []
         self.tokens = set[str | None]()
         self.refusal: tuple[int, str] | None = None  # status, X-Error-Code
-        self.cuts = dict[str, list[int]]()  # after so many bytes the connection ends, once each
-        self.damages = Counter[str]()  # so many answers have a wrong byte
+        self.cuts = dict[str, list[int]]()  # numbers of bytes after which the connection ends, once each
+        self.damages = Counter[str]()  # how many answers have a wrong byte
         self.ignores_ranges = False
         self.stalls = ""
         self.untold = set[str]()

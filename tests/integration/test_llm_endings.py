@@ -1,4 +1,4 @@
-"""How an `LLM` ends, and what ends in it: nothing is left behind, and whoever waits is told why."""
+"""How an `LLM` ends, and what ends in it: nothing is left behind, and each waiting caller gets the reason."""
 
 import asyncio
 import re
@@ -73,7 +73,7 @@ def test_calls_after_close_are_refused(engines: list[AsyncEngine]) -> None:
 
 
 def test_close_aborts_what_is_being_tokenised(engines: list[AsyncEngine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tokenizer is closed when nobody needs it any more: what its threads do then is nobody's error."""
+    """The tokenizer is closed when it is not needed any more: what its threads do then is no error."""
     llm = LLM(tokenize_workers=1)
     tokenizer, has_begun, is_closed = llm.tokenizer, threading.Event(), threading.Event()
     close = tokenizer.close

@@ -42,8 +42,8 @@ class Proxy:
         self.store = store
         self.asked = Counter[str]()  # how often the bytes of each were
         self.ranges: list[str] = []
-        self.cuts = dict[str, list[int]]()  # after so many bytes the connection ends, once each
-        self.damages = Counter[str]()  # so many answers have a wrong byte
+        self.cuts = dict[str, list[int]]()  # numbers of bytes after which the connection ends, once each
+        self.damages = Counter[str]()  # how many answers have a wrong byte
         self.statuses: list[int] = []  # of the next answers to requests for bytes
         self.app = web.Application()
         self.app.router.add_route("*", "/{path:.*}", self._pass)

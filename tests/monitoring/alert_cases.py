@@ -140,7 +140,7 @@ OTHERS = (
     AlertCase(
         alert="RoseinferQueueGrowing",
         fires=_queued("0+60x60", "10"),
-        silent=_queued("0+60x60", "5"),  # it grows, and nobody waits long
+        silent=_queued("0+60x60", "5"),  # it grows, and no request waits long
         at=30,
         labels=SERVICE,
         told="The queue of model tiny grows by 1 requests a second, and one in twenty waits for more than 5 s.",
@@ -148,7 +148,7 @@ OTHERS = (
     AlertCase(
         alert="RoseinferKVCacheSaturated",
         fires=_kept("0.98", "0+1x60"),
-        silent=_kept("0.98", "7x60"),  # full, and nobody loses anything
+        silent=_kept("0.98", "7x60"),  # full, and no sequence is preempted
         at=30,
         labels=POD,
         told="98% of the KV blocks of 10.0.0.7:8001 roseinfer-0 were in use, and sequences lost theirs.",
@@ -169,7 +169,10 @@ OTHERS = (
             series("roseinfer_slow_gaps_total", POD, cause="prefill_of_others"): "0+9x60",
             series("roseinfer_slow_gaps_total", POD, cause="gc"): "0+1x60",
         },
-        silent={**_quantile("itl:p99", "0.02"), **_quantile("itl:p50", "0.002")},  # ten times, and nobody sees it
+        silent={
+            **_quantile("itl:p99", "0.02"),
+            **_quantile("itl:p50", "0.002"),
+        },  # ten times, and still too short to see
         at=30,
         labels=SERVICE,
         told="p99 of the inter-token latency is 6 times p50 (model tiny). Most slow gaps: prefill_of_others.",

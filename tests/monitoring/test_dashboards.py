@@ -1,4 +1,4 @@
-"""The committed dashboards and rules are those that the catalogue gives, and they name nothing that nobody exposes."""
+"""The committed dashboards and rules are those that the catalogue gives, and they name only series that are exposed."""
 
 import itertools
 import re
@@ -31,7 +31,7 @@ RECORDED = {rule["record"] for rule in RULES if "record" in rule}
 ALERTS = [rule for rule in RULES if "alert" in rule]
 SCALING = [(ROOT / FOLDER / name).read_text() for name in ("autoscaling.promql", "queue_wait.promql")]
 
-OF_TARGET = {"namespace", "pod", "instance", "job"}  # labels that whoever scrapes adds
+OF_TARGET = {"namespace", "pod", "instance", "job"}  # labels that the scraper adds
 OF_RECORDED = {"namespace", "job", "model_name", "objective"}
 BUILT_IN = {"__rate_interval", "__range"}
 FOREIGN = {"up": OF_TARGET, "ALERTS": {*OF_TARGET, "alertname", "alertstate", "severity", "model_name"}}
@@ -68,7 +68,7 @@ def expressions() -> dict[str, str]:
 
 
 def labels_of(name: str) -> set[str]:
-    """The labels that a series can have; a KeyError for a name that nobody exposes."""
+    """The labels that a series can have; a KeyError for a name that is not exposed."""
     if name in RECORDED:
         return OF_RECORDED
     return FOREIGN[name] if name in FOREIGN else set(own_labels(name)) | OF_TARGET
@@ -263,7 +263,7 @@ def test_the_runbook_has_no_section_of_an_alert_that_is_none() -> None:
 
 
 def test_the_lines_of_the_runbook_say_whom_they_ask_and_with_which_key() -> None:
-    """Whoever was woken pastes them: server, key and pod are variables that the top of the runbook sets."""
+    """An operator pastes them: server, key and pod are variables that the top of the runbook sets."""
     runbook = (ROOT / "docs" / "operations.md").read_text().partition("## Runbook")[2]
     setup, _, sections = runbook.partition("\n### ")
     lines = re.findall(r"`((?:curl|kubectl|roseinfer) [^`]+ [^`]+)`", sections)

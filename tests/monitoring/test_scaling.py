@@ -163,7 +163,7 @@ def test_the_guard_is_one_element_too(tmp_path: Path) -> None:
         series(name, POD, le="2.5"): "0+60x10",
         series(name, POD, le="+Inf"): "0+60x10",
     }
-    idle = ready | {each: "60x10" for each in waits if each not in ready}  # nobody came, so there is no quantile
+    idle = ready | {each: "60x10" for each in waits if each not in ready}  # no request came, so there is no quantile
     lost = {each: f"{values} stale" for each, values in waits.items()}
     evaluate(
         tmp_path,

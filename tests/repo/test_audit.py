@@ -54,7 +54,7 @@ def test_the_bill_is_of_the_tested_versions_and_says_what_a_server_needs(folder:
     needed = {name for name, component in components.items() if component["scope"] == "required"}
     assert {canonicalize_name(wanted.name) for wanted in declared()} <= needed
     assert not needed & {"pytest", "mypy", "hypothesis", "locust"}
-    assert str(ROOT) not in (folder / "sbom.json").read_text(), "where it was built is nobody's business"
+    assert str(ROOT) not in (folder / "sbom.json").read_text(), "it does not say where it was built"
 
 
 def test_every_package_of_a_server_has_a_permissive_licence(folder: Path) -> None:

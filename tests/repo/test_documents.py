@@ -25,7 +25,7 @@ TEST_NAME = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 ALLOWED_HOSTS = {
     *("localhost", "127.0.0.1", "example.com", "example.org"),
     *("prometheus.monitoring.svc", "otel-collector.observability.svc", "registry.example.com"),  # of somebody's cluster
-    "developer.download.nvidia.com",  # has nsys, which is nobody's else to give
+    "developer.download.nvidia.com",  # has nsys, which no other host has
     "storage.googleapis.com",  # what gs:// stands for
     *("www.apache.org", "keepachangelog.com", "semver.org", "json-schema.org", "www.w3.org"),
 }

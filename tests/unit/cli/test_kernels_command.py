@@ -155,7 +155,7 @@ def test_the_compiler_is_the_one_in_cxx(
 def test_the_cache_is_where_the_desktop_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """XDG_CACHE_HOME is a source like others: shown, and weaker than whoever names the directory."""
+    """XDG_CACHE_HOME is a source like others: shown, and weaker than a named directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def shown(*flags: str) -> list[str]:

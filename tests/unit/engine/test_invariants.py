@@ -94,7 +94,7 @@ def keep_the_slot(patch: pytest.MonkeyPatch) -> None:
         sequence.slot = -1  # type: ignore[attr-defined]
         table.owners[slot] = None
         table.stop_token_ids.pop(slot, None)
-        return table.blocks_of(slot)  # and the slot is nobody's, and not free
+        return table.blocks_of(slot)  # and the slot has no owner and is not free
 
     patch.setattr(SlotTable, "unbind", unbind)
 

@@ -1,4 +1,4 @@
-"""Digests of prompts: equal exactly where prompts share their beginnings, and useless to whoever has no key."""
+"""Digests of prompts: equal exactly where prompts share their beginnings, and useless without the key."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -25,6 +25,8 @@ COSTS = CostModel(
 )  # 2.8 ms a step of eight rows
 CAPACITY = 66.0  # requests a second that this engine can end: found by the test that follows
 
+MS = 1_000_000
+
 
 @dataclass
 class World:
@@ -201,30 +203,34 @@ def run_steps(
         )
 
 
+def measured(clock: VirtualClock) -> QueueEstimate:
+    """Of two places; a sequence holds one for 50 ms, and a step takes 1 ms."""
+    estimate = QueueEstimate(2, clock)
+    run_steps(estimate, clock, 100, MS)
+    estimate.measure_place(50 * MS)
+    return estimate
+
+
 def test_an_engine_that_has_become_slow_is_noticed_a_few_steps_later() -> None:
-    estimate, ms = QueueEstimate(2, clock := VirtualClock()), 1_000_000
-    run_steps(estimate, clock, 100, ms)
-    estimate.measure_place(50 * ms)
+    estimate = measured(clock := VirtualClock())
     for i in range(5):
         estimate.add_request(make_request(f"r{i}"))
     assert estimate.predict_wait_s() == pytest.approx(4 * 0.05 / 2, rel=0.05)
-    run_steps(estimate, clock, 40, 4 * ms)
-    assert estimate.predict_wait_s() == pytest.approx(4 * 0.2 / 2, rel=0.05), "nobody has ended since, and yet"
-    clock.advance(32 * 12 * ms)  # the step that is under way takes long
+    run_steps(estimate, clock, 40, 4 * MS)
+    assert estimate.predict_wait_s() == pytest.approx(4 * 0.2 / 2, rel=0.05), "although no sequence has ended since"
+    clock.advance(32 * 12 * MS)  # the step that is under way takes long
     assert estimate.predict_wait_s() == pytest.approx(4 * 0.8 / 2, rel=0.1)
-    run_steps(estimate, clock, 40, ms)
+    run_steps(estimate, clock, 40, MS)
     for i in range(5):
         estimate.note_first_token(f"r{i}")
     assert estimate.predict_wait_s() == pytest.approx(4 * 0.05 / 2, rel=0.05), "and that it is as quick as before"
 
 
 def test_a_rest_is_not_slowness() -> None:
-    estimate, ms = QueueEstimate(2, clock := VirtualClock()), 1_000_000
-    run_steps(estimate, clock, 100, ms)
-    estimate.measure_place(50 * ms)
+    estimate = measured(clock := VirtualClock())
     for _ in range(20):
-        run_steps(estimate, clock, 1, ms, num_running=0)
-        clock.advance(10_000 * ms)
+        run_steps(estimate, clock, 1, MS, num_running=0)
+        clock.advance(10_000 * MS)
     for i in range(5):
         estimate.add_request(make_request(f"r{i}"))
     assert estimate.predict_wait_s() == pytest.approx(4 * 0.05 / 2, rel=0.05)
@@ -232,18 +238,16 @@ def test_a_rest_is_not_slowness() -> None:
 
 @pytest.mark.parametrize("num_steps_after", [0, 1, 20])
 def test_an_outage_is_not_slowness(num_steps_after: int) -> None:
-    estimate, ms = QueueEstimate(2, clock := VirtualClock()), 1_000_000
-    run_steps(estimate, clock, 100, ms)
-    estimate.measure_place(50 * ms)
-    clock.advance(10_000 * ms)  # it died in the middle of its work
+    estimate = measured(clock := VirtualClock())
+    clock.advance(10_000 * MS)  # it died in the middle of its work
     estimate.restart()
-    clock.advance(10_000 * ms)  # and nobody came for a while
-    run_steps(estimate, clock, num_steps_after, ms)
+    clock.advance(10_000 * MS)  # and no request came for a while
+    run_steps(estimate, clock, num_steps_after, MS)
     for i in range(5):
         estimate.add_request(make_request(f"r{i}"))
     assert estimate.predict_wait_s() == pytest.approx(4 * 0.05 / 2, rel=0.05)
     if num_steps_after:
-        estimate.measure_place(50 * ms)
+        estimate.measure_place(50 * MS)
         assert estimate.predict_wait_s() == pytest.approx(4 * 0.05 / 2, rel=0.05)
 
 
@@ -257,16 +261,16 @@ def test_an_engine_that_is_started_again_has_all_its_places() -> None:
 
 
 def test_steps_that_wait_for_a_grammar_say_nothing_of_what_a_step_takes() -> None:
-    estimate, ms = QueueEstimate(2, clock := VirtualClock()), 1_000_000
-    run_steps(estimate, clock, 100, 50 * ms)
-    estimate.measure_place(2500 * ms)
-    run_steps(estimate, clock, 200, 5 * ms, num_decode_seqs=0)
+    estimate = QueueEstimate(2, clock := VirtualClock())
+    run_steps(estimate, clock, 100, 50 * MS)
+    estimate.measure_place(2500 * MS)
+    run_steps(estimate, clock, 200, 5 * MS, num_decode_seqs=0)
     for i in range(5):
         estimate.add_request(make_request(f"r{i}"))
     assert estimate.predict_wait_s() == pytest.approx(4 * 2.5 / 2, rel=0.05)
-    run_steps(estimate, clock, 40, 50 * ms)
+    run_steps(estimate, clock, 40, 50 * MS)
     assert estimate.predict_wait_s() == pytest.approx(4 * 2.5 / 2, rel=0.05), "nor is the time they took a step's"
-    estimate.measure_place(2000 * ms)
+    estimate.measure_place(2000 * MS)
     assert estimate.predict_wait_s() == pytest.approx(4 * 2.25 / 2, rel=0.05)
 
 
@@ -282,7 +286,7 @@ def test_an_overtaken_request_causes_no_refusal_of_others() -> None:
     clock.advance(1)
     estimate.add_request(make_request("waits"))
     clock.advance(int(5e9))
-    assert estimate.predict_wait_s() == pytest.approx(5), "nobody who came later than this one has begun"
+    assert estimate.predict_wait_s() == pytest.approx(5), "no request that came later has begun"
 
 
 def test_who_has_waited_without_a_place_is_believed_before_anything_was_measured() -> None:

@@ -25,7 +25,7 @@ class OperationsPort(HTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Whoever sends a key must send the right one."""
+    """A key that is sent must be the right one."""
 
     server: OperationsPort
 

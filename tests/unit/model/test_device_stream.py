@@ -1,4 +1,4 @@
-"""Numbers on their way to a device: nobody waits for what the device has to do before."""
+"""Numbers on their way to a device: the host does not wait for earlier work of the device."""
 
 import json
 from importlib.util import find_spec

@@ -46,7 +46,7 @@ LENGTHS = [1, 5, 8, 63, 64, 65, 75, 130]  # around the tiles of 8 and of 64
 
 
 def alone(player: Player, prompt: list[int], num_tokens: int) -> list[Outcome]:
-    """The sequence as nobody disturbs it: one prefill, then one token a step. Its slot and blocks are given back."""
+    """The sequence undisturbed: one prefill, then one token a step. Its slot and blocks are given back."""
     player.admit(0, prompt)
     outcomes = player.run(0, num_tokens)
     assert all(torch.isfinite(outcome.logits).all() for outcome in outcomes)

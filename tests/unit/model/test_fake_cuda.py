@@ -183,7 +183,7 @@ KINDS: dict[str, Callable[[], Steps]] = {
 
 
 def gpt2(directory: Path, num_layers: int) -> Path:
-    """GPT-2 small, of so many layers."""
+    """GPT-2 small, with `num_layers` layers."""
     shape = Shape(head_dim=64, num_heads=12, num_layers=num_layers, vocab_size=50257, num_positions=1024)
     return write_hollow_checkpoint(directory / f"gpt2_{num_layers}", shape.config(), shape.shapes())
 

@@ -230,7 +230,7 @@ def test_a_directory_that_cannot_be_written_is_named(sources: Path, tmp_path: Pa
 
 
 def test_two_builders_and_a_reader_at_once(sources: Path, tmp_path: Path, compiler: str, has_avx2: None) -> None:
-    """Whoever finds the object finds a whole one, from the first moment."""
+    """The object is whole from the moment when it can be found."""
     out = tmp_path / "out"
     barrier, results, is_over, read = threading.Barrier(2), [], threading.Event(), []
 

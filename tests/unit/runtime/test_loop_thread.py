@@ -1,4 +1,4 @@
-"""A loop in a thread: what other threads give it is done or refused, also while it ends, and nobody waits for ever."""
+"""A loop in a thread: what other threads give it is done or refused, also at its end, and no caller waits for ever."""
 
 import asyncio
 import threading

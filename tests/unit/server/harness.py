@@ -191,7 +191,7 @@ class ScriptedEngine:
         self.closed.append(timeline)
 
     async def received(self, num_requests: int = 1) -> None:
-        """Return once so many requests are there."""
+        """Return once that number of requests is there."""
         while len(self.requests) < num_requests:
             self._arrival.clear()
             await self._arrival.wait()
@@ -369,6 +369,18 @@ def text_model(*, template: str | None = TEMPLATE, with_bos: bool = False) -> Te
     tokenizer = Tokenizer.from_bytes(inner.to_str().encode())
     specials = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
     return TextModel(tokenizer, ChatTemplate(template, specials) if template else None, find_format("auto", template))
+
+
+@asynccontextmanager
+async def answering(app: web.Application) -> AsyncIterator[tuple[str, listener.Listener]]:
+    """An application on a free port of the loopback: its URL and its runner."""
+    runner = build_runner(app, 0.5)
+    try:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", runner
+    finally:
+        await runner.cleanup()
 
 
 @asynccontextmanager

@@ -110,7 +110,7 @@ def test_those_who_join_in_a_burst_ask_at_once() -> None:
     plan = scenario(("steady", 2, 5.0), ("burst", 12, 5.0), rate_per_user=0.1).plan(0)
     assert sum(request.offset_ns == 5_000_000_000 for request in plan) == 10
     quieter = scenario(("steady", 12, 5.0), ("burst", 2, 5.0), rate_per_user=0.1).plan(0)
-    assert len({request.offset_ns for request in quieter}) == len(quieter), "nobody joined"
+    assert len({request.offset_ns for request in quieter}) == len(quieter), "no other requests are among them"
 
 
 def test_a_seed_makes_one_load() -> None:

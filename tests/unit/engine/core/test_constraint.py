@@ -172,7 +172,7 @@ def test_an_aborted_sequence_leaves_nothing(depth: int) -> None:
     engine = engine_with(grammars, pipeline_depth=depth)
     engine.add_request(constrained("waits", "7"))
     engine.abort("waits")
-    assert all(future.cancelled() for future, _ in grammars.pending), "nobody compiles for who has left"
+    assert all(future.cancelled() for future, _ in grammars.pending), "nothing is compiled for a request that has left"
     engine.add_request(constrained("runs", "30"))
     grammars.finish()
     transcript = Transcript()

@@ -1,4 +1,4 @@
-"""A step is launched before the one in front of it is read, and nobody can tell from the tokens.
+"""A step is launched before the one in front of it is read, and the tokens are the same.
 
 The fake runner computes nothing before somebody waits, so at depth 1 every step but the first is scheduled blind.
 """

@@ -1,4 +1,4 @@
-"""Priorities: who comes first, and how long it can take at the most for whoever comes last."""
+"""Priorities: who comes first, and how long the last one waits at the most."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""A row without a token: its request ends with an error, its blocks are nobody's, and nobody else notices."""
+"""A row without a token: its request ends with an error, its blocks are free, and no other row changes."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ def test_what_it_started_from_is_forgotten_and_what_others_computed_after_that()
 
 @pytest.mark.parametrize("ended_by", ["a stop token", "an abort"])
 def test_a_surplus_row_that_failed_leaves_nothing_behind_either(ended_by: str) -> None:
-    """Its sequence ended well, and nobody is told; but what it wrote into the last of its blocks is no number."""
+    """Its sequence ended well, and no error is reported; but what it wrote into the last of its blocks is no number."""
     prompt = PREFIX[:23]  # the first token that is generated fills the third block
     [first] = run_alone(make_request("bad", prompt, max_tokens=1))
     stops = (first,) if ended_by == "a stop token" else ()

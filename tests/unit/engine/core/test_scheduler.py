@@ -85,7 +85,7 @@ def test_more_active_than_decoded_take_turns() -> None:
         for _ in range(3):
             step = transcript.take(engine.step())
             assert step.record.num_decode_seqs == 4
-        assert {len(tokens) for tokens in transcript.tokens.values()} == {turn + 1}  # E1: nobody is a turn behind
+        assert {len(tokens) for tokens in transcript.tokens.values()} == {turn + 1}  # E1: no sequence is a turn behind
     assert not engine.has_work
 
 

@@ -72,7 +72,7 @@ def test_no_tenant_loses_a_block_while_another_holds_more_than_its_share(
 ) -> None:
     evicted: list[int] = []
     pool = BlockPool(12, evicted.append, share)
-    owner: dict[int, bytes] = {}  # of cached blocks nobody holds, oldest first
+    owner: dict[int, bytes] = {}  # of cached blocks that no sequence holds, oldest first
     for tenant, count in turns:
         before, evicted[:] = dict(owner), []
         sizes = Counter(before.values())

@@ -320,7 +320,7 @@ async def test_a_hung_engine_is_stuck_a_busy_collector_is_not_and_an_idle_one_ne
         return client.account.activity
 
     transport.heartbeat.begin(Activity.STEPPING)
-    assert after(1e6) is Activity.STEPPING, "nobody waits for it"
+    assert after(1e6) is Activity.STEPPING, "no request waits for it"
     assert client.stands_since_ns == 0
     after(0)
     stream = client.generate([make_request("a")], [open_timeline(client)])

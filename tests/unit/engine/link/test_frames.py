@@ -177,7 +177,7 @@ def test_sending_never_blocks_and_keeps_the_order(pair: tuple[socket.socket, Eng
     front, link = pair
     words = [EngineFailure(f"{i} " + "x" * 5000) for i in range(200)]
     for word in words:
-        link.send(word)  # a megabyte: far more than the kernel takes while nobody reads
+        link.send(word)  # a megabyte: far more than the kernel takes without a reader
     assert link.depth > 0
     assert not link.is_full
     buffer = FrameBuffer()

@@ -98,7 +98,7 @@ def test_min_tokens_without_anything_to_bar_is_no_obstacle() -> None:
 
 
 def test_nothing_asks_the_device_for_a_number() -> None:
-    """On the meta device there are no numbers to ask for, so whoever reads one fails."""
+    """On the meta device there are no numbers, so code that reads one fails."""
     sampler = Sampler(4, 900, torch.device("meta"))
     ids = sampler.sample_captured(
         torch.empty(4, 900, device="meta", dtype=torch.bfloat16),

@@ -301,7 +301,7 @@ def test_the_cache_drops_what_was_not_used_for_longest(vocabulary: Vocabulary) -
     assert cache.num_bytes <= 3 * entry_bytes(grammar(1))
 
 
-def test_two_thousand_grammars_leave_a_bounded_cache(vocabulary: Vocabulary) -> None:
+def test_many_grammars_leave_a_bounded_cache(vocabulary: Vocabulary) -> None:
     compiler = GrammarCompiler(vocabulary, 20 * entry_bytes(grammar(1)))
     for i in range(300):
         compiler.open(grammar(i + 1)).result()
@@ -312,7 +312,7 @@ def test_two_thousand_grammars_leave_a_bounded_cache(vocabulary: Vocabulary) -> 
 def test_a_grammar_that_grew_to_its_limit_is_compiled_anew_for_the_next_one(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Matchers of a cached grammar share its states, of which there are so many; 2**12 would be needed here."""
+    """Matchers of a cached grammar share its states, whose number is limited; 2**12 would be needed here."""
     limits = llguidance.LLParserLimits(max_lexer_states=60, verbose_errors=False)
     monkeypatch.setattr("roseinfer.text.grammar.compiler._LIMITS", limits)
     compiler, mask = GrammarCompiler(vocabulary, 1 << 20), np.zeros(-(-checkpoint.VOCAB_SIZE // 32), np.uint32)
