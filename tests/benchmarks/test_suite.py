@@ -1,5 +1,6 @@
 """The runner of parts: each part has a module, a page's section and only options that its module has."""
 
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,7 +39,13 @@ def test_a_part_that_does_not_end_in_time_is_ended(tmp_path: Path, capsys: pytes
 
 
 def test_the_first_hour_is_one() -> None:
-    assert sum(part.timeout_s for part in suite.SUITES["gpu"].values()) < 3600
+    parts = suite.SUITES["gpu"]
+    assert sum(part.timeout_s for part in parts.values()) < 3600
+    page = (Path(suite.__file__).parents[1] / "docs" / "benchmarks" / "README.md").read_text()
+    told = re.findall(r"^\| (\w+) \|.*\| ([\d.]+) min \|$", page.partition("| limit |")[2], re.MULTILINE)
+    assert {name: float(minutes) * 60 for name, minutes in told} == {
+        name: part.timeout_s for name, part in parts.items()
+    }
 
 
 def test_the_page_names_a_part_that_fails_and_the_next_one_begins(
