@@ -16,7 +16,7 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,6 +27,7 @@ import jsonschema
 import kubernetes_validate
 import yaml
 
+DEFAULTS = {"protocol": "TCP"}  # of the keys of items in lists
 LINT_ERROR = 3  # Helm's severities: 1 is information, 2 a warning, 3 an error
 
 Object = dict[str, Any]
@@ -202,11 +203,41 @@ def _release(record: bytes) -> Object:
 kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
 
 
+def repeated(value: Any, schema: Object, definitions: Object, path: str) -> Iterator[str]:
+    """Yields the lists with two items of one key: `path: key`.
+
+    Of the two kinds of patches, a client's merges such a list by a single key of its items, and loses one of two that
+    share it; the server's goes by several keys, and refuses them.
+    """
+    schema = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    if isinstance(value, dict):
+        for name, child in value.items():
+            known = schema.get("properties", {}).get(name) or schema.get("additionalProperties")
+            if isinstance(known, dict):
+                yield from repeated(child, known, definitions, f"{path}.{name}")
+    elif isinstance(value, list):
+        merged_by = schema.get("x-kubernetes-patch-merge-key")
+        for keys in {(merged_by,) if merged_by else (), tuple(schema.get("x-kubernetes-list-map-keys", ()))}:
+            found = [tuple(item.get(key, DEFAULTS.get(key)) for key in keys) for item in value if keys]
+            yield from (f"{path}: two of {each}" for each in {*found} if found.count(each) > 1)
+        for i, child in enumerate(value):
+            yield from repeated(child, schema.get("items", {}), definitions, f"{path}.{i}")
+
+
+def merge_conflicts(found: Object, version: str) -> Iterator[str]:
+    """`repeated` of an object of Kubernetes' own, by its schema."""
+    group = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", found["apiVersion"])
+    folder = f"kubernetes-json-schema/v{version}.0-local"
+    contents = kubernetes_validate.utils.schema_contents
+    schema = contents(f"{folder}/{found['kind'].lower()}-{group}.json", version)
+    return repeated(found, schema, contents(f"{folder}/_definitions.json", version)["$defs"], "")
+
+
 def validate(question: Object) -> Object:
     """`{objects, version, schemas}` -> `{errors}`: `Kind/name: path: what`, strictly, without a cluster.
 
-    Core objects are held against Kubernetes' own schemas of that version; others against the file `Kind.json` in the
-    directory `schemas`, and one that has no such file is an error.
+    Core objects are held against Kubernetes' own schemas of that version, and have no lists that a patch would mix up;
+    others against the file `Kind.json` in the directory `schemas`, and one that has no such file is an error.
     """
     errors = []
     for found in question["objects"]:
@@ -215,6 +246,7 @@ def validate(question: Object) -> Object:
         try:
             if found["apiVersion"] in CORE_KINDS:
                 kubernetes_validate.validate(found, question["version"], strict=True)
+                errors += [f"{name}: {each}" for each in merge_conflicts(found, question["version"])]
             elif schema_file.exists():
                 jsonschema.validate(found, json.loads(schema_file.read_text()))
             else:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.chart.conftest import ExampleOf
-from tests.chart.helm_process import CHART, HelmProcess, Object, Refused, Rendered, examples
+from tests.chart.helm_process import CHART, NEWEST, HelmProcess, Object, Refused, Rendered, examples
 from tests.chart.test_values_fuzz import PATHS, complaint, nested
 
 # What an API server compares with the object that is there, by kind; below `spec`.
@@ -213,6 +213,25 @@ def test_a_forbidden_change_is_found(helm: HelmProcess) -> None:
     old, new = helm.render(JOB), helm.render(JOB)
     new.one("Job")["spec"]["template"]["spec"]["containers"][0]["image"] = "other"
     assert forbidden_changes(old, new) == [f"Job/{new.one('Job')['metadata']['name']}: template"]
+
+
+def test_two_items_that_a_patch_would_mix_up_are_found(helm: HelmProcess) -> None:
+    """The check itself: a patch of a client's takes them for one, and the server's refuses them."""
+    release = helm.render({})
+    ports, env = release.server["ports"], release.server["env"]
+    ports.append({"name": "other", "containerPort": ports[0]["containerPort"], "protocol": "UDP"})
+    env.append(env[0])
+    lists = "Deployment/demo-roseinfer: .spec.template.spec.containers.0"
+    assert set(helm.invalid(release, NEWEST)) == {
+        f"{lists}.ports: two of ({ports[0]['containerPort']},)",
+        f"{lists}.env: two of ('{env[0]['name']}',)",
+    }
+
+
+@pytest.mark.parametrize("path", ["/tmp", "/scripts/", "/dev/shm", "/etc/roseinfer/keys"])  # noqa: S108 - a mount
+def test_the_cache_is_mounted_where_nothing_else_is(helm: HelmProcess, path: str) -> None:
+    with pytest.raises(Refused, match=r"modelCache\.mountPath is .*, where something else is mounted"):
+        helm.render({"modelCache": {"mountPath": path}})
 
 
 def test_the_job_has_what_the_pod_has(helm: HelmProcess) -> None:

@@ -181,7 +181,7 @@ shorter grace period lets the kubelet cut streams that were promised to end.
 {{- end }}
 {{- $taken = append $taken $volume.name }}
 {{- end }}
-{{- $taken = list "/tmp" "/scripts" "/etc/roseinfer/config.yaml" "/etc/roseinfer/keys" "/etc/roseinfer/tls" (.Values.modelCache.mountPath | trimSuffix "/") }}
+{{- $taken = list "/tmp" "/scripts" "/etc/roseinfer/config.yaml" "/etc/roseinfer/keys" "/etc/roseinfer/tls" }}
 {{- if .Values.shm.enabled }}
 {{- $taken = append $taken "/dev/shm" }}
 {{- end }}
@@ -191,6 +191,11 @@ shorter grace period lets the kubelet cut streams that were promised to end.
 {{- if .Values.profiling.enabled }}
 {{- $taken = append $taken "/captures" }}
 {{- end }}
+{{- $models := .Values.modelCache.mountPath | trimSuffix "/" }}
+{{- if has $models $taken }}
+{{- fail (printf "modelCache.mountPath is %s, where something else is mounted" $models) }}
+{{- end }}
+{{- $taken = append $taken $models }}
 {{- range $index, $mount := .Values.extraVolumeMounts }}
 {{- $path := $mount.mountPath | default "" | trimSuffix "/" }}
 {{- if has $path $taken }}
