@@ -92,6 +92,7 @@ class CallShape(msgspec.Struct, frozen=True):
     after: str
     parameters: list[ParameterShape] | None = None
     between: str = ""
+    name: str = ""  # of the function, for errors
 
 
 class CallGrammar(msgspec.Struct, frozen=True):

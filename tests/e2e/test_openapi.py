@@ -117,7 +117,7 @@ def refusal_of(body: dict[str, Any], body_type: type[ModelBody]) -> str | None:
         ("/v1/completions", {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}),
         ("/v1/chat/completions", {"messages": []}),
         ("/v1/chat/completions", {"messages": [{"role": "user"}]}),
-        ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": []}]}),
+        ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": [], "audio": {"id": "a"}}]}),
         ("/v1/chat/completions", {"messages": [{"role": "tool", "content": "a"}]}),
         ("/v1/chat/completions", {"top_logprobs": 1}),
         ("/v1/responses", {"input": []}),

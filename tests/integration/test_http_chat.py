@@ -91,6 +91,15 @@ async def test_what_openai_answered_can_be_sent_back() -> None:
     assert bytes(server.engine.requests[0].prompt_token_ids).decode() == expected
 
 
+@pytest.mark.parametrize("empty", [{"content": None, "refusal": None}, {"content": None, "tool_calls": []}, {}])
+async def test_an_answer_that_said_nothing_can_be_sent_back(empty: dict[str, object]) -> None:
+    """So an answer is that `max_tokens` ended within a forced call."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant"} | empty, {"role": "user", "content": "b"}]
+    async with serving(ScriptedEngine(says("x"))) as server:
+        assert (await server.chat(messages=messages)).status == 200
+    assert bytes(server.engine.requests[0].prompt_token_ids).decode() == "<user>a\n<assistant>\n<user>b\n<assistant>"
+
+
 async def test_what_openais_sdk_parsed_can_be_sent_back() -> None:
     """As it writes what `parse` and `stream` gave."""
     call = {

@@ -119,6 +119,7 @@ class Message(ConversationPart, frozen=True, kw_only=True):
             holds("role", "assistant"),
             {
                 "anyOf": [
+                    absent("audio"),
                     {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
                     *map(given, ("content", "refusal", "reasoning_content", "reasoning", "function_call")),
                 ]
@@ -142,10 +143,13 @@ class Message(ConversationPart, frozen=True, kw_only=True):
     function_call: FunctionCall | None = None  # of the time before tools; the role `function` answers it
     reasoning_content: str | None = None
     reasoning: str | None = None
+    audio: dict[str, Any] | None = None  # what was said where there is no text, which is not served
 
     def __post_init__(self) -> None:
         has_said = self.refusal is not None or self.thoughts is not None
-        if self.content is None and not self.calls and not (has_said and self.role == "assistant"):
+        # An answer that ended within a call or a thought may be empty, and clients send it back.
+        may_lack_content = self.role == "assistant" and (has_said or self.audio is None)
+        if self.content is None and not self.calls and not may_lack_content:
             raise Misfit.missing("content")
         if self.thoughts is not None and self.role != "assistant":
             raise Misfit("only an assistant's message has `reasoning_content`")
@@ -250,8 +254,8 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         Meta(
             min_length=1,
             description="The conversation so far; content is text or a list of text parts, in an assistant's message "
-            "also of `refusal` parts, whose text counts as any other. In such a message without content `refusal` is "
-            "what was said. Other fields of a message, such as its `name`, have no effect.",
+            "also of `refusal` parts, whose text counts as any other. Such a message may lack content; then "
+            "`refusal`, if any, is what was said. Other fields of a message, such as its `name`, have no effect.",
         ),
     ]
     tools: Annotated[

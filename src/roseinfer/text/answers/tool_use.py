@@ -43,7 +43,7 @@ def _shape(form: ToolFormat, function: Function) -> CallShape:
     # A call's arguments are an object, whatever else is left open.
     schema: dict[str, Any] = {"type": "object"} | (function.parameters or NO_PARAMETERS)
     if form.parameters is None:
-        return CallShape(before, schema, form.after_call)
+        return CallShape(before, schema, form.after_call, name=function.name)
     marks, types = form.parameters, parameter_types(schema)
     required = schema.get("required")
     properties: Any = schema["properties"] if types else {}
@@ -58,4 +58,4 @@ def _shape(form: ToolFormat, function: Function) -> CallShape:
         )
         for key in types
     ]
-    return CallShape(before, shared, form.after_call, shapes, marks.between)
+    return CallShape(before, shared, form.after_call, shapes, marks.between, function.name)

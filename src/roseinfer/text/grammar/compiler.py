@@ -80,7 +80,9 @@ _KINDS = {
 }
 _TOO_WIDE = "Current row has"  # the library's words for more than `max_items_in_row`
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
-_PICTURE = re.compile(r"\n +\d+ \| .*\n *\^ *(?=\n|$)")
+_PICTURE = re.compile(r"(?:\n +\d+ \| .*|\n *\^ *(?=\n|$))+")  # lines of the grammar, with a mark below one
+_CALL_RULE = re.compile(r"\| (?:json|value)_(\d+)[_:].*\n *\^")  # the marked line, where `_calls` wrote it
+_OF_SCHEMA = "failed to compile JSON schema: "
 _BAD_EXPRESSION = re.compile(
     r"regex parse error:\n    (?P<expression>.*)\n    (?P<before> *)\^+\nerror: (?P<reason>.*)"
 )
@@ -418,11 +420,21 @@ def _explain(message: str, grammar: Grammar) -> str:
     place = _PLACE.match(message)
     where = f"line {place[1]}, column {place[2]}: " if place and grammar.kind == "lark" else ""
     rest = message[place.end() :] if place else message
+    if grammar.kind == "calls":
+        rest, where = rest.removeprefix(_OF_SCHEMA), _called(rest, grammar)
     if found := _BAD_EXPRESSION.search(rest):
         what = "" if grammar.kind == "regex" else "an expression in it: "
         at = f" (character {len(found['before']) + 1})" if found["expression"] == grammar.source else ""
         return where + what + _one_line(found["reason"]) + at
     return where + _one_line(_PICTURE.sub("", rest))
+
+
+def _called(message: str, grammar: Grammar) -> str:
+    """Which function's schema the library's message is about, where it says so."""
+    shapes = msgspec.json.decode(grammar.source, type=CallGrammar).shapes
+    rule = _CALL_RULE.search(message)
+    at = int(rule[1]) if rule else len(shapes)
+    return f"in `{shapes[at].name}`, " if at < len(shapes) else ""
 
 
 def _one_line(message: str) -> str:

@@ -197,6 +197,31 @@ def test_what_cannot_be_used_is_refused_in_one_line(vocabulary: Vocabulary, gram
     assert len(caught.value.message) < 300
 
 
+@pytest.mark.parametrize("format_name", ["hermes", "qwen3_coder"])
+@pytest.mark.parametrize(
+    ("misfit", "why"),
+    [
+        ({"type": "nonsense"}, "Invalid type: nonsense"),
+        ({"type": "array", "uniqueItems": True}, r'Unimplemented keys: \["uniqueItems"\]'),
+        (
+            {"type": "array", "items": {"type": "string", "pattern": "("}},
+            "an expression in it: unclosed group",
+        ),
+    ],
+)
+def test_an_error_names_the_function_and_quotes_no_grammar(
+    vocabulary: Vocabulary, format_name: str, misfit: dict[str, object], why: str
+) -> None:
+    functions = [
+        Function(name, parameters={"type": "object", "properties": {"a": field}})
+        for name, field in {"fine": {"type": "integer"}, "broken": misfit, "fine_too": {}}.items()
+    ]
+    grammar = ToolUse(functions, is_forced=True, is_parallel=True, tool_format=FORMATS[format_name]).grammar()
+    assert grammar is not None
+    with pytest.raises(InvalidRequest, match=rf"^The schema of a function cannot be used: in `broken`, {why}\.$"):
+        vocabulary.compile(grammar)
+
+
 def wide(num_optional: int, *, is_required: bool = False) -> dict[str, object]:
     """An object with so many properties that may all come first, or that come one after the other."""
     properties = {f"p{i}": {"type": "integer"} for i in range(num_optional)}
