@@ -41,7 +41,9 @@ def _model(properties: Schema) -> Schema:
     """The schema of an entry of `models`: a name, and the chart's values but those of the release as a whole."""
     whole = {"global", "enabled", "models", "extraManifests", "fullnameOverride", "ingress"}
     name = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"}
-    values = {value: {"$ref": f"#/properties/{value}"} for value in properties if value not in whole}
+    values: Schema = {value: {"$ref": f"#/properties/{value}"} for value in properties if value not in whole}
+    backend = {value: {"$ref": f"#/properties/httpRoute/properties/{value}"} for value in ("weight", "backendTLS")}
+    values["httpRoute"] = {"type": "object", "additionalProperties": False, "properties": backend}  # one route for all
     return {
         "type": "object",
         "additionalProperties": False,

@@ -177,7 +177,7 @@ class Helm:
         record = _release(cluster.stored[0])
         hooks = [hook["manifest"] for hook in record.get("hooks", [])]
         texts = [record["manifest"], *hooks]
-        objects = [found for text in texts for found in yaml.load_all(text, yaml.CSafeLoader) if found is not None]
+        objects = [found for text in texts for found in yaml.load_all(text, StrictLoader) if found is not None]
         return {"objects": objects, "notes": record["info"].get("notes", "")}
 
     def lint(self, chart: str) -> list[Object]:
@@ -189,6 +189,17 @@ class Helm:
         """The path of the archive."""
         path: str = asyncio.run(helm_sdkpy.Package(self._configuration("serving")).run(chart, directory))
         return path
+
+
+class StrictLoader(yaml.CSafeLoader):
+    """Raises ValueError for a key that a mapping has twice: kubectl and Argo CD refuse it, and Helm takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        if twice := {key for key in keys if keys.count(key) > 1}:
+            raise ValueError(f"{', '.join(sorted(twice))} twice{node.start_mark}")
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        return found
 
 
 def _release(record: bytes) -> Object:

@@ -89,6 +89,13 @@ def test_the_route_chooses_by_the_models_name(release: Rendered) -> None:
         assert {f"demo-{each}-roseinfer" for each in served} == set(backends)
 
 
+def test_a_name_may_have_anything_in_it(helm: HelmProcess) -> None:
+    names = ["a model", "[b]"]
+    values = {**VALUES, "models": [{"name": "a", "config": {"server": {"served_model_name": names}}}]}
+    rules = helm.render(values).one("HTTPRoute")["spec"]["rules"]
+    assert [rule["matches"][0]["headers"][0]["value"] for rule in rules] == names
+
+
 def test_pools_are_the_backends_where_there_are_pickers(helm: HelmProcess) -> None:
     values = {
         **VALUES,
@@ -117,6 +124,22 @@ def test_the_notes_are_about_all(release: Rendered) -> None:
         ("{models: [{name: a, config: {server: {prot: 1}}}]}", "at '/models/0/config/server': additional properties"),
         ("{models: [{name: a, shm: {enabled: null}}]}", "at '/models/0/shm/enabled': got null"),
         ("{models: [{name: a, models: []}]}", "at '/models/0': additional properties 'models'"),
+        (
+            "{models: [{name: a, httpRoute: {enabled: true}}]}",
+            "at '/models/0/httpRoute': additional properties 'enabled'",
+        ),
+        (
+            "{models: [{name: a}, {name: a-roseinfer}]}",
+            "models[1].name is a-roseinfer, whose objects would be called demo",
+        ),
+        (
+            "{models: [{name: a-roseinfer-ops}, {name: a}]}",
+            "models[1].name is a, whose objects would be called demo-a-",
+        ),
+        (
+            "{models: [{name: a, serviceAccount: {name: c}}, {name: b, serviceAccount: {name: c}}]}",
+            "models[1].serviceAccount.name is c, which another entry makes",
+        ),
         ("{models: [{name: a}, {name: a}]}", "models[1].name is a, which another entry has"),
         ("{models: [{name: abcdefghijklmnopqrstuvwxyzabcdefghijkl}]}", "models[0].name is abc"),
         ("{models: [{name: a}], fullnameOverride: b}", "fullnameOverride is given beside models"),

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from tests.chart.helm_process import CHART, HelmProcess, Object, Refused
+from tests.chart.helm_process import CHART, NEWEST, HelmProcess, Object, Refused
 
 MISTAKES = [  # values, what the message has to contain
     ("{replicaCuont: 2}", "additional properties 'replicaCuont' not allowed"),
@@ -41,6 +41,32 @@ MISTAKES = [  # values, what the message has to contain
     ("{lifecycle: {preStopSeconds: -1}}", "at '/lifecycle/preStopSeconds'"),
     ("{probes: {startup: {initialDelaySeconds: 60}}}", "at '/probes/startup'"),
     ("{env: [{name: A, vaule: b}]}", "at '/env/0'"),
+    ("{env: [{name: A, value: b, valueFrom: {}}]}", "at '/env/0': maxProperties"),
+    ("{image: {registry: 'https://example.com'}}", "at '/image/registry'"),
+    ("{image: {registry: example.com/}}", "at '/image/registry'"),
+    ("{image: {repository: 'a/b:1.0'}}", "at '/image/repository'"),
+    ("{image: {tag: '1.0 '}}", "at '/image/tag'"),
+    ("{apiKeys: {key: a/b}}", "at '/apiKeys/key'"),
+    ("{hfToken: {key: a b}}", "at '/hfToken/key'"),
+    ("{imagePullSecrets: [{}]}", "at '/imagePullSecrets/0': missing property 'name'"),
+    ("{modelCache: {mountPath: '/models:a'}}", "at '/modelCache/mountPath'"),
+    ("{modelCache: {storageClass: '-'}}", "at '/modelCache/storageClass'"),
+    ("{resources: {limits: {gpu: 1}}}", "at '/resources/limits': additional properties 'gpu'"),
+    ("{nodeSelector: {a b: c}}", "at '/nodeSelector': additional properties 'a b'"),
+    ("{podLabels: {a: b c}}", "at '/podLabels/a'"),
+    ("{metrics: {labels: {a: b c}}}", "at '/metrics/labels/a'"),
+    ("{dashboards: {label: a b}}", "at '/dashboards/label'"),
+    ("{pdb: {maxUnavailable: '150%'}}", "at '/pdb/maxUnavailable'"),
+    ("{httpRoute: {parentRefs: [{namespace: a}]}}", "at '/httpRoute/parentRefs/0': missing property 'name'"),
+    ("{extraVolumes: [{emptyDir: {}}]}", "at '/extraVolumes/0': missing property 'name'"),
+    ("{extraVolumeMounts: [{name: a}]}", "at '/extraVolumeMounts/0': missing property 'mountPath'"),
+    ("{extraVolumeMounts: [{name: a, mountPath: b}]}", "at '/extraVolumeMounts/0/mountPath'"),
+    ("{extraContainers: [{name: a}]}", "at '/extraContainers/0': missing property 'image'"),
+    ("{initContainers: [{image: a}]}", "at '/initContainers/0': missing property 'name'"),
+    ("{extraManifests: [{}]}", "at '/extraManifests/0': missing properties 'apiVersion'"),
+    ("{tracing: {endpoint: 'collector:4317'}}", "at '/tracing/endpoint'"),
+    ("{strategy: {maxSurge: 1}}", "at '/strategy': additional properties 'maxSurge'"),
+    ("{autoscaling: {hpa: {metricName: a b}}}", "at '/autoscaling/hpa/metricName'"),
 ]
 
 POOL = "inferencePool: {enabled: true, endpointPickerRef: {name: a}}"
@@ -55,15 +81,21 @@ CONTRADICTIONS = [
     ("{config: {server: {ops_host: 127.0.0.1}}}", "config.server.ops_host is 127.0.0.1, which the kubelet"),
     ("{config: {server: {host: localhost}}}", "config.server.host is localhost"),
     ("{config: {server: {api_key_file: /a}}, apiKeys: {existingSecret: s}}", "config.server.api_key_file is /a, and"),
-    ("{config: {tracing: {ratio: 1}}, tracing: {enabled: true, endpoint: a}}", "tracing.samplerRatio says 0.01"),
+    (
+        "{config: {tracing: {ratio: 1}}, tracing: {enabled: true, endpoint: 'http://a'}}",
+        "tracing.samplerRatio says 0.01",
+    ),
     ("{config: {observe: {nvtx: false}}, profiling: {nvtx: true}}", "config.observe.nvtx is false, and profiling.nvtx"),
     ("{config: {engine: {step_timeout_s: 700}}}", "config.engine.step_timeout_s"),
     ("{probes: {readiness: {timeoutSeconds: 60}}}", "probes.readiness.timeoutSeconds"),
     ("{env: [{name: ROSEINFER_SERVER__PORT, value: '1'}]}", "env[0]: ROSEINFER_SERVER__PORT"),
     ("{env: [{name: A, value: '1'}, {name: A, value: '2'}]}", "env[1]: A is there twice"),
     ("{extraVolumes: [{name: tmp, emptyDir: {}}]}", "extraVolumes[0].name is tmp, which another volume has"),
-    ("{extraContainers: [{name: a}, {name: a}]}", "extraContainers[1].name is a, which another container has"),
-    ("{initContainers: [{name: server}]}", "initContainers[0].name is server, which another container has"),
+    (
+        "{extraContainers: [{name: a, image: b}, {name: a, image: b}]}",
+        "extraContainers[1].name is a, which another container has",
+    ),
+    ("{initContainers: [{name: server, image: a}]}", "initContainers[0].name is server, which another container has"),
     ("{extraVolumeMounts: [{name: a, mountPath: /models/}]}", "extraVolumeMounts[0].mountPath is /models, where"),
     ("{resources: {limits: {nvidia.com/gpu: 1}}}", "resources.limits has nvidia.com/gpu"),
     ("{modelCache: {prefetchJob: {enabled: true}}}", "modelCache.prefetchJob.enabled needs modelCache.enabled"),
@@ -88,7 +120,7 @@ CONTRADICTIONS = [
     ("{profiling: {nsys: {enabled: true}}}", "profiling.nsys.enabled needs profiling.enabled"),
     ("{tracing: {enabled: true}}", "tracing.enabled needs tracing.endpoint"),
     (
-        "{tracing: {enabled: true, endpoint: a}, networkPolicy: {restrictEgress: true}}",
+        "{tracing: {enabled: true, endpoint: 'http://a'}, networkPolicy: {restrictEgress: true}}",
         "networkPolicy.otlpEgress is empty",
     ),
     ("{autoscaling: {type: keda}}", "autoscaling.keda.serverAddress is empty"),
@@ -149,6 +181,39 @@ CONTRADICTIONS = [
     ("{httpRoute: {enabled: true}}", "httpRoute.enabled needs httpRoute.parentRefs"),
     ("{ingress: {enabled: true}}", "ingress.enabled needs ingress.hosts"),
     (
+        "{ingress: {enabled: true, hosts: [a, 'https://b']}}",
+        "ingress.hosts[1] is https://b, which is no name of a host",
+    ),
+    ("{ingress: {enabled: true, hosts: ['*']}}", "ingress.hosts[0] is *, which is no name"),
+    ("{ingress: {enabled: true, hosts: ['{{ .Release.Name']}}", "ingress.hosts has {{ without }}"),
+    (
+        "{httpRoute: {enabled: true, parentRefs: [{name: a}], hostnames: [a_b]}}",
+        "httpRoute.hostnames[0] is a_b, which is no name of a host",
+    ),
+    (
+        "{httpRoute: {enabled: true, parentRefs: [{name: a}], extraBackendRefs: [{name: b}]}}",
+        "httpRoute.extraBackendRefs[0] is the Service b and has no port",
+    ),
+    ("{podAnnotations: {a: '{{ .Values.absent.b }}'}}", "podAnnotations asks for .Values.absent, which is no value"),
+    ("{extraManifests: ['{{ b']}", "extraManifests[0] has {{ without }}"),
+    ("{resources: {limits: {memory: 2Gi}}}", "resources.requests.memory is 4Gi and resources.limits.memory is 2Gi"),
+    ("{resources: {limits: {cpu: 1500m}}}", "resources.requests.cpu is 2 and resources.limits.cpu is 1500m"),
+    (
+        "{resources: {requests: {memory: 5000000000}}}",
+        "resources.requests.memory is 5e+09 and resources.limits.memory is 4Gi",
+    ),
+    (
+        "{strategy: {type: Recreate, rollingUpdate: {maxSurge: 1}}}",
+        "strategy.rollingUpdate is given and strategy.type is",
+    ),
+    ("{strategy: {rollingUpdate: {maxSurge: 0, maxUnavailable: 0%}}}", "no pod could ever be replaced"),
+    ("{extraVolumeMounts: [{name: a, mountPath: /a}]}", "extraVolumeMounts[0].name is a, and there is no such volume"),
+    (
+        "{metrics: {podMonitor: {enabled: true}, interval: 5s}, networkPolicy: {enabled: false}}",
+        "metrics.scrapeTimeout is 10s and metrics.interval is 5s",
+    ),
+    ("{service: {ipFamilyPolicy: SingleStack, ipFamilies: [IPv4, IPv6]}}", "service.ipFamilies has two"),
+    (
         "{ingress: {enabled: true, hosts: [a]}, tls: {existingSecret: s}}",
         "ingress.enabled with TLS on the API port: the proxy would speak plain HTTP",
     ),
@@ -171,6 +236,20 @@ def test_values_are_refused_with_their_path(helm: HelmProcess, values: str, word
     with pytest.raises(Refused) as refused:
         helm.render(yaml.safe_load(values))
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        "{resources: {requests: {cpu: 1500m, memory: 4294967296}, limits: {cpu: 1.5, memory: 4096Mi}}}",
+        "{metrics: {podMonitor: {enabled: yes}, interval: 1m, scrapeTimeout: 59s1000ms}, networkPolicy: {enabled: no}}",
+        "{image: {registry: 'example.com:5000/team', repository: a/b-c, tag: v1.0_x}}",
+        "{pdb: {maxUnavailable: 100%}, strategy: {type: Recreate}}",
+        "{podAnnotations: {a: '{\"b\":{\"c\":{}}}', d: '{{ .Values.image.repository }}-{{ printf `{{` }}'}}",
+    ],
+)
+def test_what_just_holds_is_accepted(helm: HelmProcess, values: str) -> None:
+    assert helm.invalid(helm.render(yaml.safe_load(values)), NEWEST) == []
 
 
 def test_the_longest_values_that_hold_are_accepted(helm: HelmProcess) -> None:

@@ -239,3 +239,23 @@ def test_egress_is_what_was_named(example: ExampleOf) -> None:
     ports = [sorted({port["port"] for port in rule["ports"]}) for rule in spec["egress"]]
     assert ports == [[53], [4318], [443]]
     assert "Egress" not in example("default").one("NetworkPolicy")["spec"]["policyTypes"]
+
+
+def test_no_key_is_there_twice(helm: HelmProcess) -> None:
+    """Argo CD and kubectl refuse such a manifest, which is what the engine of these tests does too; the values win."""
+    values = yaml.safe_load("""
+podAnnotations: {kubectl.kubernetes.io/default-container: other}
+podLabels: {llm-d.ai/engine-type: other}
+inferencePool: {enabled: true, endpointPickerRef: {name: picker}}
+metrics: {serviceMonitor: {enabled: true}, labels: {app.kubernetes.io/name: other}}
+networkPolicy: {enabled: false}
+prometheusRule: {enabled: true, labels: {app.kubernetes.io/name: other}}
+dashboards: {enabled: true, label: app.kubernetes.io/version}
+""")
+    release = helm.render(values)
+    metadata = release.pod["metadata"]
+    assert metadata["annotations"]["kubectl.kubernetes.io/default-container"] == "other"
+    assert metadata["labels"]["llm-d.ai/engine-type"] == "other"
+    for kind in ("ServiceMonitor", "PrometheusRule"):
+        assert release.one(kind)["metadata"]["labels"]["app.kubernetes.io/name"] == "other"
+    assert release.one("ConfigMap", "jitter")["metadata"]["labels"]["app.kubernetes.io/version"] == "1"

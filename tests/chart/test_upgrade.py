@@ -289,6 +289,14 @@ def test_replicas_stay_when_an_autoscaler_takes_over(helm: HelmProcess, example:
     assert helm.render({"replicaCount": 2}, live=[live]).one("Deployment")["spec"]["replicas"] == 2
 
 
+def test_keda_waits_until_our_own_autoscaler_is_gone(helm: HelmProcess) -> None:
+    """Helm makes what is new before it deletes what is old, and KEDA's webhook refuses a second autoscaler."""
+    values = yaml.safe_load((CHART / "ci" / "keda-values.yaml").read_text())
+    live = owned("HorizontalPodAutoscaler", "demo-roseinfer", {}) | {"apiVersion": "autoscaling/v2"}
+    with pytest.raises(Refused, match=r"the HorizontalPodAutoscaler demo-roseinfer is still there"):
+        helm.render(values, live=[live])
+
+
 CLAIM = owned(
     "PersistentVolumeClaim",
     "demo-roseinfer-models",
@@ -346,6 +354,18 @@ def test_names_of_every_length(helm: HelmProcess, length: int) -> None:
         longest = 63 if kind in {"Service", "Deployment", "Job", "Pod"} else 253
         assert len(name) <= longest, (kind, name)
         assert re.fullmatch("[a-z0-9]([-a-z0-9]*[a-z0-9])?", name), (kind, name)
+
+
+def test_a_release_whose_name_has_dots_has_services(helm: HelmProcess) -> None:
+    release = helm.render(JOB, release="my.release")
+    assert {found["metadata"]["name"] for found in release.of("Service")} == {
+        "my-release-roseinfer",
+        "my-release-roseinfer-ops",
+    }
+    with pytest.raises(
+        Refused, match="the release would be called 1st-roseinfer, and the name of a Service begins with"
+    ):
+        helm.render(JOB, release="1st")
 
 
 def test_two_releases_side_by_side_share_nothing(helm: HelmProcess) -> None:

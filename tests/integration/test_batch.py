@@ -178,6 +178,9 @@ def test_what_cannot_go_on_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "no journal of this batch" in refusal("--quantization", "int8")
     write(source, [chat("a", "another"), chat("b", "y")])
     assert "--input: " in refusal()
+    write(source, [chat("a", "x")])
+    assert "out.partial has 1 answers to lines that" in refusal(), "one line of the output for each of the input"
+    assert not output.exists()
     with journal.open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         assert "another process" in refusal()

@@ -17,7 +17,7 @@ from roseinfer.batch.lines import Answer, LineEngine, custom_id_of, digest_of, p
 from roseinfer.bench.report import Pool, say
 from roseinfer.cli.progress import Progress, show_loading
 from roseinfer.config.options import Config
-from roseinfer.errors import ConfigError, InvalidRequest
+from roseinfer.errors import ConfigError, EngineError, InvalidRequest
 from roseinfer.observe.gaps import intervals
 from roseinfer.records import RequestTimeline
 from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
@@ -35,16 +35,30 @@ def run(file: Path, output: Path, config: Config, answer: "AnswerAll | None" = N
     with Journal(output, _answers_of(config)) as journal:
         tally = Tally(num_before=journal.num_answers)
         if journal.num_answers:
+            check_input(file, journal)
             say(f"going on: {journal.num_answers} of {num_lines} lines are answered already, in {journal.path}")
         try:
             (answer or answer_here)(file, num_lines, journal, config, tally)
-        except (asyncio.CancelledError, KeyboardInterrupt):
+        except (asyncio.CancelledError, KeyboardInterrupt, EngineError) as error:
             say(f"stopped: {journal.num_answers} of {num_lines} lines are answered; the same command goes on")
+            if isinstance(error, EngineError):
+                raise
             raise KeyboardInterrupt from None
         say(*tally.lines(journal))
         errors = journal.finish()
     say(f"answers: {output}", *([] if errors is None else [f"errors: {errors}"]))
     return 0
+
+
+def check_input(file: Path, journal: Journal) -> None:
+    """Raises ConfigError unless the journal has answers to lines of this file alone, before any more are answered."""
+    num_found = sum(journal.has_answer(index, digest_of(raw)) for index, raw in read_lines(file))
+    if num_found < journal.num_answers:
+        raise ConfigError(
+            f"{journal.path} has {journal.num_answers - num_found} answers to lines that {file} has no more: the input "
+            "was changed, so remove the journal to begin anew, or name another output",
+            param="--input",
+        )
 
 
 def for_throughput(config: Config) -> Config:

@@ -7,6 +7,7 @@ line without a seed gets one made of its bytes.
 
 import asyncio
 import hashlib
+import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -256,6 +257,19 @@ def custom_id_of(raw: bytes) -> str | None:
     """The name of a line, also of one that is no request; None where it has none."""
     try:
         found = msgspec.json.decode(raw, type=dict[str, Any]).get("custom_id")
-    except (ValueError, RecursionError):
+    except ValueError:
+        found = _named_loosely(raw)
+    except RecursionError:
         return None
     return found if isinstance(found, str) else None
+
+
+def _named_loosely(raw: bytes) -> Any:
+    """The name in a line that Python's reader takes and msgspec does not, such as one with NaN or half a character."""
+    try:
+        line = json.loads(raw)
+        name = line.get("custom_id") if isinstance(line, dict) else None
+        json.dumps(name, ensure_ascii=False).encode()  # half a character cannot be written
+    except (ValueError, RecursionError):
+        return None
+    return name

@@ -34,3 +34,17 @@ def test_a_mark_of_byte_order_and_ends_of_windows_are_no_part_of_lines(tmp_path:
     file = tmp_path / "in.jsonl"
     file.write_bytes(b"\xef\xbb\xbf{}\r\n\r\n{}")
     assert list(read_lines(file)) == [(0, b"{}"), (2, b"{}")]
+
+
+@pytest.mark.parametrize("value", ["NaN", r'"\ud800"'])
+def test_what_another_reader_takes_leaves_a_line_its_name(value: str) -> None:
+    """Python's `json.dumps` writes either: the error of such a line is found by its name."""
+    line = f'{{"custom_id":"a","method":"POST","url":"/v1/completions","body":{{"prompt":{value}}}}}'.encode()
+    assert custom_id_of(line) == "a"
+    with pytest.raises(InvalidRequest, match="The line is no JSON object"):
+        parse_line(line)
+
+
+@pytest.mark.parametrize("line", [b"{", b"[]", b"\xff", rb'{"custom_id":"\ud800"}', b'{"custom_id":NaN}'])
+def test_a_line_without_a_name_that_can_be_written_has_none(line: bytes) -> None:
+    assert custom_id_of(line) is None

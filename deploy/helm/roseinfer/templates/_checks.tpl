@@ -31,6 +31,9 @@ shorter grace period lets the kubelet cut streams that were promised to end.
 {{- end }}
 
 {{- define "roseinfer.checks" -}}
+{{- if not (regexMatch "^[a-z]" (include "roseinfer.fullname" .)) }}
+{{- fail (printf "the release would be called %s, and the name of a Service begins with a letter: give fullnameOverride, or the release another name" (include "roseinfer.fullname" .)) }}
+{{- end }}
 {{- include "roseinfer.checkPorts" . }}
 {{- include "roseinfer.checkProbes" . }}
 {{- include "roseinfer.checkPod" . }}
@@ -119,6 +122,14 @@ shorter grace period lets the kubelet cut streams that were promised to end.
 {{- fail (printf "resources.%s has %s; give gpu.count, which sets requests and limits alike" $kind $.Values.gpu.resourceName) }}
 {{- end }}
 {{- end }}
+{{- $limits := get (.Values.resources | default dict) "limits" | default dict }}
+{{- range $name, $request := get (.Values.resources | default dict) "requests" | default dict }}
+{{- $limit := get $limits $name }}
+{{- if and (hasKey $limits $name) (gt (include "roseinfer.amount" $request | float64) (include "roseinfer.amount" $limit | float64)) }}
+{{- fail (printf "resources.requests.%s is %v and resources.limits.%s is %v: Kubernetes refuses a request above its limit" $name $request $name $limit) }}
+{{- end }}
+{{- end }}
+{{- include "roseinfer.checkStrategy" . }}
 {{- $source := include "roseinfer.source" . | fromYaml }}
 {{- if and .Values.modelCache.prefetchJob.enabled $source.kind (ne $source.kind "fetched") }}
 {{- fail (printf "modelCache.prefetchJob.enabled and model.source is %s: there is nothing to fetch" .Values.model.source) }}
@@ -163,6 +174,17 @@ shorter grace period lets the kubelet cut streams that were promised to end.
 {{- end }}
 {{- end }}
 
+{{- define "roseinfer.checkStrategy" -}}
+{{- $strategy := .Values.strategy | default dict }}
+{{- $rolling := get $strategy "rollingUpdate" | default dict }}
+{{- if and $rolling (eq (get $strategy "type") "Recreate") }}
+{{- fail "strategy.rollingUpdate is given and strategy.type is Recreate" }}
+{{- end }}
+{{- if and (has (toString $rolling.maxSurge) (list "0" "0%")) (has (toString $rolling.maxUnavailable) (list "0" "0%")) }}
+{{- fail "strategy.rollingUpdate has maxSurge and maxUnavailable of 0: no pod could ever be replaced" }}
+{{- end }}
+{{- end }}
+
 {{/* Of two items of a name an API server refuses the list, or takes one of them. */}}
 {{- define "roseinfer.checkTwins" -}}
 {{- $taken := list "server" "fetch-model" "wait-for-model" }}
@@ -196,10 +218,17 @@ shorter grace period lets the kubelet cut streams that were promised to end.
 {{- fail (printf "modelCache.mountPath is %s, where something else is mounted" $models) }}
 {{- end }}
 {{- $taken = append $taken $models }}
+{{- $volumes := list }}
+{{- range include "roseinfer.volumes" . | fromYamlArray }}
+{{- $volumes = append $volumes .name }}
+{{- end }}
 {{- range $index, $mount := .Values.extraVolumeMounts }}
 {{- $path := $mount.mountPath | default "" | trimSuffix "/" }}
 {{- if has $path $taken }}
 {{- fail (printf "extraVolumeMounts[%d].mountPath is %s, where something else is mounted" $index $path) }}
+{{- end }}
+{{- if not (has $mount.name $volumes) }}
+{{- fail (printf "extraVolumeMounts[%d].name is %s, and there is no such volume: give it in extraVolumes" $index $mount.name) }}
 {{- end }}
 {{- $taken = append $taken $path }}
 {{- end }}
@@ -216,17 +245,20 @@ shorter grace period lets the kubelet cut streams that were promised to end.
 {{- fail (printf "modelCache.accessModes is %s and the claim %s has %s, which cannot be changed: name a new claim by modelCache.existingClaim" ($.Values.modelCache.accessModes | join ", ") .metadata.name (.spec.accessModes | join ", ")) }}
 {{- end }}
 {{- $size := dig "resources" "requests" "storage" "" .spec | toString }}
-{{- if and $size (lt (include "roseinfer.mebibytes" $.Values.modelCache.size | int64) (include "roseinfer.mebibytes" $size | int64)) }}
+{{- if and $size (lt (include "roseinfer.amount" $.Values.modelCache.size | float64) (include "roseinfer.amount" $size | float64)) }}
 {{- fail (printf "modelCache.size is %s and the claim %s has %s, which can grow and not shrink" $.Values.modelCache.size .metadata.name $size) }}
 {{- end }}
 {{- end }}
 {{- end }}
 
-{{/* A quantity of Kubernetes' with one of its usual suffixes, in MiB, rounded down. */}}
-{{- define "roseinfer.mebibytes" -}}
-{{- $number := regexFind "^[0-9.]+" . | float64 }}
-{{- $scales := dict "Ki" 0.0009765625 "Mi" 1.0 "Gi" 1024.0 "Ti" 1048576.0 "Pi" 1073741824.0 "k" 0.00095367431640625 "M" 0.95367431640625 "G" 953.67431640625 "T" 953674.31640625 "P" 953674316.40625 }}
-{{- mulf $number (get $scales (regexFind "[A-Za-z]*$" .) | default 0.00000095367431640625) | floor | int64 }}
+{{/* How much a quantity of Kubernetes' is: a number, or a text with one of the usual suffixes. */}}
+{{- define "roseinfer.amount" -}}
+{{- if kindIs "string" . }}
+{{- $scales := dict "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "Ki" 1024.0 "Mi" 1048576.0 "Gi" 1073741824.0 "Ti" 1099511627776.0 "Pi" 1125899906842624.0 }}
+{{- mulf (regexFind "^[0-9.]+" . | float64) (get $scales (regexFind "[A-Za-z]*$" .) | default 1.0) }}
+{{- else }}
+{{- . }}
+{{- end }}
 {{- end }}
 
 {{- define "roseinfer.checkService" -}}
@@ -251,6 +283,9 @@ shorter grace period lets the kubelet cut streams that were promised to end.
 {{- fail (printf "replicaCount is %d and autoscaling.type is %s: the autoscaler decides; give autoscaling.minReplicas" (.Values.replicaCount | int) $scaling.type) }}
 {{- end }}
 {{- if eq $scaling.type "keda" }}
+{{- if lookup "autoscaling/v2" "HorizontalPodAutoscaler" .Release.Namespace (include "roseinfer.fullname" .) }}
+{{- fail (printf "autoscaling.type is keda and the HorizontalPodAutoscaler %s is still there, beside which KEDA accepts no other: upgrade with autoscaling.type none first" (include "roseinfer.fullname" .)) }}
+{{- end }}
 {{- if not $scaling.keda.serverAddress }}
 {{- fail "autoscaling.type is keda and autoscaling.keda.serverAddress is empty: which Prometheus is asked?" }}
 {{- end }}
@@ -304,6 +339,9 @@ shorter grace period lets the kubelet cut streams that were promised to end.
 {{- if and (or $service $pod $elsewhere) .Values.networkPolicy.enabled (not .Values.networkPolicy.metricsFrom) }}
 {{- fail "networkPolicy.metricsFrom is empty, so that what metrics.serviceMonitor, metrics.podMonitor or metrics.scrapedElsewhere stands for does not reach the operations port: name Prometheus there" }}
 {{- end }}
+{{- if gt (include "roseinfer.seconds" .Values.metrics.scrapeTimeout | float64) (include "roseinfer.seconds" .Values.metrics.interval | float64) }}
+{{- fail (printf "metrics.scrapeTimeout is %s and metrics.interval is %s: Prometheus refuses a scrape that may outlast its interval" .Values.metrics.scrapeTimeout .Values.metrics.interval) }}
+{{- end }}
 {{- if and (eq .Values.metrics.compat "vllm") (not .Values.prometheusRule.enabled) }}
 {{- fail "metrics.compat is vllm, which is made by recording rules: it needs prometheusRule.enabled" }}
 {{- end }}
@@ -312,9 +350,43 @@ shorter grace period lets the kubelet cut streams that were promised to end.
 {{- end }}
 {{- end }}
 
+{{/* How long a duration of Prometheus' is, such as 1m30s. */}}
+{{- define "roseinfer.seconds" -}}
+{{- $seconds := 0.0 }}
+{{- range regexFindAll "[0-9]+(ms|s|m|h)" . -1 }}
+{{- $scale := get (dict "ms" 0.001 "s" 1.0 "m" 60.0 "h" 3600.0) (regexFind "[a-z]+" .) }}
+{{- $seconds = addf $seconds (mulf (regexFind "[0-9]+" . | float64) $scale) }}
+{{- end }}
+{{- $seconds }}
+{{- end }}
+
+{{/* Names of hosts, which may be templates: path, hosts, context. */}}
+{{- define "roseinfer.checkHosts" -}}
+{{- range $index, $host := .hosts }}
+{{- $name := include "roseinfer.template" (dict "name" (printf "%s[%d]" $.path $index) "value" $host "context" $.context) }}
+{{- if not (regexMatch "^(\\*\\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$" $name) }}
+{{- fail (printf "%s[%d] is %s, which is no name of a host, such as example.com or *.example.com" $.path $index $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- define "roseinfer.checkRoutes" -}}
+{{- if .Values.ingress.enabled }}
+{{- include "roseinfer.checkHosts" (dict "path" "ingress.hosts" "hosts" .Values.ingress.hosts "context" .) }}
+{{- end }}
+{{- if .Values.httpRoute.enabled }}
+{{- include "roseinfer.checkHosts" (dict "path" "httpRoute.hostnames" "hosts" .Values.httpRoute.hostnames "context" .) }}
+{{- range $index, $backend := .Values.httpRoute.extraBackendRefs }}
+{{- if not (or $backend.port $backend.group) }}
+{{- fail (printf "httpRoute.extraBackendRefs[%d] is the Service %s and has no port" $index $backend.name) }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- include "roseinfer.checkService" . }}
 {{- $service := .Values.service }}
+{{- if and (eq ($service.ipFamilyPolicy | default "") "SingleStack") (gt (len ($service.ipFamilies | default list)) 1) }}
+{{- fail "service.ipFamilyPolicy is SingleStack and service.ipFamilies has two" }}
+{{- end }}
 {{- $open := and (eq $service.type "LoadBalancer") (not (or .Values.apiKeys.existingSecret (include "roseinfer.option" (dict "context" . "section" "server" "name" "api_key_file" "default" "")))) }}
 {{- if and $open (not (or $service.loadBalancerSourceRanges $service.withoutKeys)) }}
 {{- fail "service.type is LoadBalancer and there are no keys, so all who reach the address may use the model and read /metrics: give apiKeys.existingSecret or service.loadBalancerSourceRanges, or say by service.withoutKeys that this is meant" }}

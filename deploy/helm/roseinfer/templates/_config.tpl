@@ -86,12 +86,31 @@ A process sees all cores of its node, and a quota only as being stopped: more th
 {{- end }}
 {{- end }}
 
+{{/*
+A value that may have templates: name, value, context. What Go says against one names no value of ours, so what can be seen
+beforehand is refused here: braces that nothing closes, and values that there are not.
+*/}}
+{{- define "roseinfer.template" -}}
+{{- $text := kindIs "string" .value | ternary .value (toYaml .value) }}
+{{- if contains "{{" (regexReplaceAll "(?s)\\{\\{.*?\\}\\}" $text "") }}
+{{- fail (printf "%s has {{ without }}: it is a template; braces that are meant are {{ `{{` }}" .name) }}
+{{- end }}
+{{- range regexFindAll "(?s)\\{\\{.*?\\}\\}" $text -1 }}
+{{- range regexFindAll "[.]Values[.][A-Za-z0-9_]+[.]" . -1 }}
+{{- if not (hasKey $.context.Values (splitList "." . | rest | rest | first)) }}
+{{- fail (printf "%s asks for %s, which is no value of this chart" $.name (trimSuffix "." .)) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- tpl $text .context }}
+{{- end }}
+
 {{/* The names that clients give the model, as JSON; the first is the one that the server reports. */}}
 {{- define "roseinfer.modelNames" -}}
-{{- $names := include "roseinfer.option" (dict "context" . "section" "server" "name" "served_model_name" "default" "") }}
+{{- $names := get (get (include "roseinfer.config" . | fromYaml) "server") "served_model_name" }}
 {{- $path := include "roseinfer.option" (dict "context" . "section" "model" "name" "path" "default" "roseinfer/demo") }}
 {{- $names = empty $names | ternary (eq $path "roseinfer/demo" | ternary "roseinfer-demo" (base $path)) $names }}
-{{- hasPrefix "[" $names | ternary ($names | trimPrefix "[" | trimSuffix "]" | splitList " ") (list $names) | toJson }}
+{{- kindIs "slice" $names | ternary $names (list $names) | toJson }}
 {{- end }}
 
 {{- define "roseinfer.apiPort" -}}

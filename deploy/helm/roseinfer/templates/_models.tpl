@@ -12,10 +12,22 @@ and the entry's, with the release's values and the entry's over them.
 {{- include $template $root }}
 {{- else }}
 {{- include "roseinfer.checkModels" $root }}
-{{- range $model := $root.Values.models }}
+{{- $names := list }}
+{{- $accounts := list }}
+{{- range $index, $model := $root.Values.models }}
 {{- $values := mergeOverwrite (deepCopy (omit $root.Values "models")) (deepCopy (omit $model "name")) }}
 {{- $release := merge (dict "Name" (printf "%s-%s" $root.Release.Name $model.name)) $root.Release }}
 {{- $context := dict "Values" $values "Release" $release "Chart" $root.Chart "Files" $root.Files "Capabilities" $root.Capabilities "Template" $root.Template }}
+{{- $name := include "roseinfer.fullname" $context }}
+{{- if or (has $name $names) (has (printf "%s-ops" $name) $names) }}
+{{- fail (printf "models[%d].name is %s, whose objects would be called %s, as those of another entry are" $index $model.name $name) }}
+{{- end }}
+{{- $names = append (append $names $name) (printf "%s-ops" $name) }}
+{{- $account := include "roseinfer.serviceAccountName" $context }}
+{{- if and $values.serviceAccount.create (has $account $accounts) }}
+{{- fail (printf "models[%d].serviceAccount.name is %s, which another entry makes" $index $account) }}
+{{- end }}
+{{- $accounts = append $accounts $account }}
 {{ $separator }}
 {{ include $template $context }}
 {{- end }}

@@ -4,14 +4,16 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" }}
 {{- end }}
 
-{{/* At most 50 characters, so that every suffix of ours fits into a name of 63. */}}
+{{/*
+At most 50 characters, so that every suffix of ours fits into a name of 63; a release's name may have dots, a Service's not.
+*/}}
 {{- define "roseinfer.fullname" -}}
 {{- if .Values.fullnameOverride }}
 {{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" }}
 {{- else if contains (include "roseinfer.name" .) .Release.Name }}
-{{- .Release.Name | trunc 50 | trimSuffix "-" }}
+{{- .Release.Name | replace "." "-" | trunc 50 | trimSuffix "-" }}
 {{- else }}
-{{- printf "%s-%s" .Release.Name (include "roseinfer.name" .) | trunc 50 | trimSuffix "-" }}
+{{- printf "%s-%s" .Release.Name (include "roseinfer.name" .) | replace "." "-" | trunc 50 | trimSuffix "-" }}
 {{- end }}
 {{- end }}
 
@@ -21,6 +23,11 @@ app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 app.kubernetes.io/name: {{ include "roseinfer.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
+{{- end }}
+
+{{/* The labels of an object, with the values' own over them: context, more. */}}
+{{- define "roseinfer.labelsWith" -}}
+{{- mergeOverwrite (include "roseinfer.labels" .context | fromYaml) (.more | default dict) | toYaml }}
 {{- end }}
 
 {{/*

@@ -154,7 +154,7 @@ tolerations:
 {{- end }}
 {{- with .Values.affinity }}
 affinity:
-  {{- tpl (toYaml .) $ | nindent 2 }}
+  {{- include "roseinfer.template" (dict "name" "affinity" "value" . "context" $) | nindent 2 }}
 {{- end }}
 {{- end }}
 
@@ -228,7 +228,7 @@ affinity:
     sizeLimit: {{ .Values.profiling.captureSizeLimit | quote }}
 {{- end }}
 {{- with .Values.extraVolumes }}
-{{ tpl (toYaml .) $ }}
+{{ include "roseinfer.template" (dict "name" "extraVolumes" "value" . "context" $) }}
 {{- end }}
 {{- end }}
 
@@ -275,7 +275,7 @@ affinity:
 - name: fetch-model
   image: {{ default (include "roseinfer.image" .) .Values.model.image | quote }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
-  command: [python, /scripts/prefetch.py, fetch, /etc/roseinfer/config.yaml, {{ include "roseinfer.prefetchMark" . }}, {{ .Values.model.timeoutSeconds | quote }}]
+  command: [python, /scripts/prefetch.py, fetch, /etc/roseinfer/config.yaml, {{ include "roseinfer.prefetchMark" . | quote }}, {{ .Values.model.timeoutSeconds | quote }}]
   terminationMessagePolicy: FallbackToLogsOnError
   env:
     {{- $given := list }}
@@ -323,7 +323,7 @@ affinity:
 - name: wait-for-model
   image: {{ include "roseinfer.image" . | quote }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
-  command: [python, /scripts/prefetch.py, wait, {{ include "roseinfer.prefetchMark" . }}, {{ .Values.model.timeoutSeconds | quote }}]
+  command: [python, /scripts/prefetch.py, wait, {{ include "roseinfer.prefetchMark" . | quote }}, {{ .Values.model.timeoutSeconds | quote }}]
   terminationMessagePolicy: FallbackToLogsOnError
   {{- with .Values.securityContext }}
   securityContext:
@@ -341,7 +341,7 @@ affinity:
       readOnly: true
 {{- end }}
 {{- with .Values.initContainers }}
-{{ tpl (toYaml .) $ }}
+{{ include "roseinfer.template" (dict "name" "initContainers" "value" . "context" $) }}
 {{- end }}
 {{- end }}
 
