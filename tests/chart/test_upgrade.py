@@ -110,7 +110,7 @@ def others(schema: Object, now: Any) -> list[Any]:
     kinds = kinds if isinstance(kinds, list) else [kinds]
     low, high = schema.get("minimum", 1), schema.get("maximum", schema.get("exclusiveMaximum", 2))
     words = ["other", "1Gi", "100Gi", "30s", "/other", "10.1.0.0/16", "https://example.com", "sha256:" + "a" * 64]
-    words += ["example.com/other", "25%", "Local", "currentReplicas"]
+    words += ["example.com/other", "25%", "Local", "currentReplicas", "5s"]
     found: list[Any] = list(schema.get("enum", []))
     if not found:
         by_kind: dict[str, list[Any]] = {
@@ -138,6 +138,8 @@ LISTS = {  # of Kubernetes' own objects, which the schema does not know
     "tolerations": [{"key": "spot", "operator": "Exists"}],
     "affinity": {"nodeAffinity": {}},
     "extraVolumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+    "extraVolumeMounts": [{"name": "tmp", "mountPath": "/other"}],
+    "strategy.rollingUpdate": {"maxSurge": 2},
     "extraContainers": [{"name": "other", "image": "other"}],
     "initContainers": [{"name": "other", "image": "other"}],
     "extraManifests": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "other"}}],
