@@ -73,7 +73,8 @@ class SharedMemory:
 
     def address_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor where this one is, which does not keep its piece from being lent again."""
-        if (storage := self._by_address.get(tensor.untyped_storage().data_ptr())) is None:
+        storage = self._by_address.get(_storage_address(tensor))
+        if storage is None:
             return tensor
         place = torch.empty(0, dtype=tensor.dtype)
         return place.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -153,11 +154,14 @@ def _is_view(result: object, arguments: object) -> bool:
     The operator does not say: `to` and `reshape` are views where they need not copy, and in inference mode they come
     as they are.
     """
-    given = {
-        tensor.untyped_storage().data_ptr() for tensor in tree_leaves(arguments) if isinstance(tensor, torch.Tensor)
-    }
+    given = {_storage_address(tensor) for tensor in tree_leaves(arguments) if isinstance(tensor, torch.Tensor)}
     made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
-    return bool(made) and all(tensor.untyped_storage().data_ptr() in given for tensor in made)
+    return bool(made) and all(_storage_address(tensor) in given for tensor in made)
+
+
+def _storage_address(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins; 0 for a weight that is packed for oneDNN, which has no address."""
+    return 0 if tensor.is_mkldnn else tensor.untyped_storage().data_ptr()
 
 
 def _repeat_into(to: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], object]:
