@@ -81,6 +81,7 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
     clock.enter(LifecycleState.WARMUP, "grammar", "reading the vocabulary for structured output")
     grammars = _build_grammars(runner.info)
     memory.give_back()  # what only loading and reading needed
+    memory.drop_code()
     memory.keep_freed_memory()
     clock.enter(LifecycleState.WARMUP, "warmup", "running the shapes that requests will have")
     runner.warm_up(limits.max_num_batched_tokens)

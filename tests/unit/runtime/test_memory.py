@@ -38,6 +38,27 @@ after = [faults_of_a_large_temporary() for _ in range(3)][-1]
 print(before, after)
 """
 
+CODE_IN_MEMORY = """
+import re
+from pathlib import Path
+
+import numpy as np
+from roseinfer.runtime.memory import drop_code
+
+
+def kib_of_code():
+    mappings = re.split("\\n(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text())
+    return sum(int(re.search("Rss: *([0-9]+)", each)[1]) for each in mappings if re.match(r"\\S+ r-xp .*/", each))
+
+
+matrix = np.array([[2.0, 1.0], [1.0, 3.0]])
+solved = np.linalg.solve(matrix, matrix)
+before = kib_of_code()
+drop_code()
+print(before, kib_of_code())
+assert (np.linalg.solve(matrix, matrix) == solved).all()
+"""
+
 
 def output_of(script: str, env: dict[str, str]) -> str:
     done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
@@ -55,3 +76,9 @@ def test_a_temporary_of_a_step_is_cleared_by_the_system_once() -> None:
     before, after = map(int, output_of(COUNT_FAULTS, {}).split())
     assert before > 10
     assert after == 0
+
+
+@ON_LINUX
+def test_code_that_ran_once_takes_no_memory_and_can_run_again() -> None:
+    before, after = map(int, output_of(CODE_IN_MEMORY, {}).split())
+    assert after < before / 2
