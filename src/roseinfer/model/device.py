@@ -25,7 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _TRITON_FLOOR = (3, 4)  # that of the extra `cuda` in pyproject.toml
 _MAX_EXACT_BFLOAT16_THREADS = 8
 _WEIGHT_BYTES_PER_THREAD = 16 << 20
-_BLOCK_BYTES = 64 << 20  # of address space; pages that are not written take no memory
+_BLOCK_BYTES = 256 << 20  # of address space; huge pages that are not written take no memory
 _HUGE_PAGE_BYTES = 2 << 20
 _CACHE_LINE_BYTES = 64
 
@@ -155,6 +155,14 @@ def _new_block(num_bytes: int) -> torch.Tensor:
     block = torch.frombuffer(memory, dtype=torch.uint8)
     start = -block.data_ptr() % _HUGE_PAGE_BYTES
     return block[start : start + num_bytes]
+
+
+def sparse_zeros(size: int, device: torch.device) -> torch.Tensor:
+    """Zeros [size] float32, of which a CPU's take memory for the pages that are written."""
+    if device.type != "cpu":
+        return torch.zeros(size, device=device)
+    memory = mmap.mmap(-1, size * torch.float32.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.float32)
 
 
 class Scratch:

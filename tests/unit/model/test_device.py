@@ -1,9 +1,11 @@
 """Device, dtype, threads and the kind of linear as configured; memory that is used again."""
 
 import os
+import resource
 import sys
 from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from roseinfer.errors import ConfigError
 from roseinfer.model import device
-from roseinfer.model.device import LinearKind, Placement, Scratch, resolve_device, resolve_dtype
+from roseinfer.model.device import LinearKind, Placement, Scratch, resolve_device, resolve_dtype, sparse_zeros
 from tests.conftest import BuiltKernels
 from tests.emulated_kernels import EMULATED_LEVELS
 from tests.unit.model.setups import LEVELS_HERE, TESTED_LEVELS, Setup
@@ -186,3 +188,15 @@ def test_a_cpu_takes_what_was_asked_for() -> None:
         scratch.buffer("a", (size,))
     assert scratch._outgrown == []
     assert scratch._buffers["a"].numel() == 30
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not tell of a process's memory")
+def test_sparse_zeros_take_memory_where_they_are_written() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident_bytes()
+    zeros = sparse_zeros(16 << 20, torch.device("cpu"))
+    zeros.index_add_(0, torch.tensor([5, 9 << 20, 5]), torch.ones(3))
+    assert zeros[[5, 6, 9 << 20]].tolist() == [2.0, 0.0, 1.0]
+    assert resident_bytes() - before < 4 << 20

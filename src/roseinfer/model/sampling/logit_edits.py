@@ -19,7 +19,7 @@ import torch
 from roseinfer.engine.core.batch import Int32Array, SlotBinding
 from roseinfer.engine.core.constraint import MaskArray, TokenMasks
 from roseinfer.messages import SamplingParams
-from roseinfer.model.device import Scratch
+from roseinfer.model.device import Scratch, sparse_zeros
 from roseinfer.model.device_stream import Outbox, to_device
 from roseinfer.model.sampling.slot_table import Int64Array
 
@@ -98,7 +98,7 @@ class Penalties:
             [np.arange(length) >= owner.num_prompt_tokens for owner, length in zip(owners, lengths, strict=True)]
         )
         if not len(self._counts):  # once for the largest group, which a warm-up of one row takes
-            self._counts = torch.zeros(GROUP * vocab_size, device=self._device)
+            self._counts = sparse_zeros(GROUP * vocab_size, self._device)
         self._counts.index_add_(0, entries, to_device(is_generated.astype(np.float32), self._device))
         count = self._counts[entries]
         self._counts.index_fill_(0, entries, 0.0)  # an assignment through an index would wait for the device
