@@ -25,9 +25,10 @@ from roseinfer.errors import InvalidRequest
 from roseinfer.messages import CallGrammar, Grammar, ParameterShape, Thought
 from roseinfer.text.answers.functions import listed_values
 from roseinfer.text.grammar.source import GrammarCache
-from roseinfer.text.grammar.thoughts import ThoughtMatcher, ThoughtTokens, TokenTexts
+from roseinfer.text.grammar.thoughts import ThoughtMatcher, ThoughtTokens
 from roseinfer.text.grammar.tokenizer_file import TokenizerFile
 from roseinfer.text.tokenizer.files import tokenizer_file
+from roseinfer.text.tokenizer.tokenizer import TokenTexts
 
 MAX_MESSAGE_CHARS = 200
 # In which the worst expression grows by about 5 MiB; a usual one is done with growing before.

@@ -5,34 +5,14 @@ The library of grammars sees none of the thoughts: what it keeps would grow with
 
 import codecs
 import copy
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from roseinfer.engine.core.constraint import MaskArray, Matcher
 from roseinfer.messages import Thought
 from roseinfer.text.answers.reasoning import Reasoning, ReasoningFormat, ReasoningParser, Stage
-
-
-class TokenTexts:
-    """The bytes of a vocabulary's tokens, in one object and not in 150,000; none for control tokens."""
-
-    def __init__(self, texts: Iterable[bytes]) -> None:
-        texts = list(texts)
-        self.lengths = np.array([len(text) for text in texts])
-        self._starts = np.concatenate(([0], np.cumsum(self.lengths + 1)))
-        self._joined = b"\xff".join(texts)  # a byte that is in no text
-
-    def __getitem__(self, token_id: int) -> bytes:
-        return self._joined[self._starts[token_id] : self._starts[token_id + 1] - 1]
-
-    def find(self, pattern: bytes) -> npt.NDArray[np.intp]:
-        """The tokens in which a pattern is found that does not match the byte 255."""
-        places = [found.start() for found in re.finditer(pattern, self._joined)]
-        return np.searchsorted(self._starts, places, side="right") - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,13 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from roseinfer.errors import ConfigError, InvalidRequest, PromptName, PromptTooLong
 from roseinfer.text.tokenizer.detokenizer import Detokenizer
-from roseinfer.text.tokenizer.tokenizer import INLINE_CHARS, LONG_CHARS, Tokenizer, most_chars_per_token
+from roseinfer.text.tokenizer.tokenizer import (
+    INLINE_CHARS,
+    LONG_CHARS,
+    Tokenizer,
+    TokenTexts,
+    most_chars_per_token,
+)
 from tests.unit.server.harness import BOS, EOS, HUGE_TEXT, TOOL, byte_tokenizer, ids, write_checkpoint
 
 
@@ -271,8 +277,23 @@ def test_a_token_that_swallows_space_leaves_none() -> None:
 
 def test_a_missing_byte_leaves_none() -> None:
     content = byte_tokenizer().to_str().encode()
-    assert most_chars_per_token(content, [bytes([byte]) for byte in range(255)]) is None
-    assert most_chars_per_token(b"{}", []) is None
+    assert most_chars_per_token(content, TokenTexts(bytes([byte]) for byte in range(255))) is None
+    assert most_chars_per_token(b"{}", TokenTexts([])) is None
+
+
+def test_texts_of_tokens_are_found_by_their_ids() -> None:
+    texts = [b"a", b"", b"\xff", b"bc", b""]
+    together = TokenTexts(texts)
+    assert [together[token_id] for token_id in range(len(together))] == texts
+    assert together.lengths.tolist() == [1, 0, 1, 2, 0]
+    assert together.find(b"c|a").tolist() == [0, 3]
+
+
+def test_an_id_may_be_missing() -> None:
+    inner = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 7}, unk_token="a"))  # noqa: S106
+    inner.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer.from_bytes(inner.to_str().encode())
+    assert [tokenizer.spell(token_id) for token_id in (0, 1, 7, 8)] == [b"a", b"", b"b", b""]
 
 
 def test_spaces_written_otherwise_are_still_there() -> None:
@@ -286,7 +307,8 @@ def test_spaces_written_otherwise_are_still_there() -> None:
     }
     file["pre_tokenizer"] = None
     file["model"]["byte_fallback"] = True
-    assert most_chars_per_token(json.dumps(file).encode(), [b"abc", *(bytes([byte]) for byte in range(256))]) == 3
+    texts = TokenTexts([b"abc", *(bytes([byte]) for byte in range(256))])
+    assert most_chars_per_token(json.dumps(file).encode(), texts) == 3
 
 
 def test_a_text_that_is_refused_unread_is_measured_in_characters() -> None:
