@@ -5,7 +5,7 @@ import gc
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from functools import partial
 
@@ -24,7 +24,7 @@ from roseinfer.observe.telemetry.process import Setup
 from roseinfer.observe.telemetry.receiver import Receiver
 from roseinfer.runtime.child_process import live_as_child
 from roseinfer.runtime.file_watch import WATCH_INTERVAL_S
-from roseinfer.runtime.fork_server import fork_children
+from roseinfer.runtime.fork_server import fork_children, receive_descriptors
 from roseinfer.runtime.frames import receive_frame
 from roseinfer.runtime.niceness import FRONT_END_NICENESS, TELEMETRY_NICENESS, be_nicer
 from roseinfer.server.app import build_ops_app, build_runner
@@ -40,13 +40,14 @@ _OPS_CLOSE_S = 0.2  # for answers of the operations port under way at the end
 def telemetry_main(fd: int) -> int:
     """The process that `TelemetryProcess` starts: its forks observe the facts that come over their sockets.
 
-    `fd` is the socket over which the setup comes, and then the sockets of its forks.
+    `fd` is the socket over which the setup comes, then those of the operations port, and then the sockets of its forks.
     """
     live_as_child()
     with socket.socket(fileno=fd) as control:
         try:
             setup = msgspec.msgpack.decode(receive_frame(control), type=Setup)
-        except EOFError:
+            ports = receive_descriptors(control, setup.num_ports)
+        except (EOFError, IndexError):
             return 0
         import_exporters(setup.config)
         connection = fork_children(control)
@@ -54,11 +55,11 @@ def telemetry_main(fd: int) -> int:
         return 0
     be_nicer(TELEMETRY_NICENESS - FRONT_END_NICENESS)  # sooner, it would not get through its imports beside a load
     with connection, closing(logs.configure(setup.config.observe, sys.stderr)) as output:
-        asyncio.run(_observe(connection, setup, output))
+        asyncio.run(_observe(connection, setup, ports, output))
     return 0
 
 
-async def _observe(connection: socket.socket, setup: Setup, output: logs.LogOutput) -> None:
+async def _observe(connection: socket.socket, setup: Setup, ports: Sequence[int], output: logs.LogOutput) -> None:
     """Observe, and serve the operations port, until the front end has gone."""
     receiver, gone = Receiver(), asyncio.Event()
 
@@ -80,7 +81,7 @@ async def _observe(connection: socket.socket, setup: Setup, output: logs.LogOutp
         return
     try:
         receiver.open(observation)
-        async with _ops_port(setup, receiver, link, observation):
+        async with _ops_port(setup, ports, receiver, link, observation):
             await _hear(link, connection, gone)
     finally:
         observation.close()
@@ -94,8 +95,10 @@ async def _hear(link: Link, connection: socket.socket, gone: asyncio.Event) -> N
 
 
 @asynccontextmanager
-async def _ops_port(setup: Setup, receiver: Receiver, link: Link, observation: Observation) -> AsyncIterator[None]:
-    """Serve the operations port, where there is one."""
+async def _ops_port(
+    setup: Setup, ports: Sequence[int], receiver: Receiver, link: Link, observation: Observation
+) -> AsyncIterator[None]:
+    """Serve the operations port at the sockets with these descriptors, where there are any."""
     config = setup.config
     front_end = FrontEnd(link, receiver.set_present)
     observation.capture.profile = front_end.profile
@@ -110,7 +113,7 @@ async def _ops_port(setup: Setup, receiver: Receiver, link: Link, observation: O
     watching = None
     if keys is not None and keys.path is not None:
         watching = asyncio.create_task(keys.files.watch(keys.read, keys.replace, WATCH_INTERVAL_S))
-    listening = [await runner.listen_at(socket.socket(fileno=descriptor)) for descriptor in setup.ports]
+    listening = [await runner.listen_at(socket.socket(fileno=descriptor)) for descriptor in ports]
     gc.collect()
     gc.freeze()  # what it has made, which later collections need not walk
     try:

@@ -7,6 +7,7 @@ and profilers, by this one.
 import asyncio
 import gc
 import logging
+import socket
 import sys
 from collections.abc import Awaitable
 from functools import cache, partial
@@ -21,9 +22,10 @@ from roseinfer.observe import logs, otel
 from roseinfer.observe.gaps.deliveries import LiveInterruptions
 from roseinfer.observe.gaps.interruptions import hear_interruptions
 from roseinfer.observe.telemetry.forwarder import Forwarder
-from roseinfer.observe.telemetry.process import TelemetryProcess
+from roseinfer.observe.telemetry.process import COMMAND, TelemetryProcess
 from roseinfer.runtime import memory
 from roseinfer.runtime.cpu_waits import LoopWaits
+from roseinfer.runtime.fork_server import Begun, fork_here
 from roseinfer.runtime.gc_pauses import GcPauses
 from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
 from roseinfer.server import lifecycle
@@ -38,8 +40,11 @@ _log = logging.getLogger(__name__)
 
 def serve(config: Config, more_keys: str = "") -> int:
     """Serve until a signal; `more_keys` are added to the file's. Returns the exit code. Raises ConfigError."""
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     has_processes = config.engine.transport == "process"
+    begun = fork_here(COMMAND) if has_processes else None
+    if isinstance(begun, socket.socket):  # in the fork
+        return _telemetry(begun)
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
     if has_processes:
         memory.prefer_giving_back()
     output = logs.configure(config.observe, sys.stderr)
@@ -47,7 +52,7 @@ def serve(config: Config, more_keys: str = "") -> int:
     facts = (_FactsElsewhere if has_processes else _FactsHere)(config, output, gc_pauses, loop_waits)
     client = make_client(config, facts.hub)
     checker = GrammarChecker(config.structured, lambda: client.info)
-    instruments = facts.instruments(client, checker, more_keys)
+    instruments = facts.instruments(client, checker, more_keys, begun)
 
     # Once, after the engine started, which would inherit it; a later one is started by a thread that is not nicer.
     become_nicer = cache(partial(be_nicer, FRONT_END_NICENESS if has_processes else 0))
@@ -65,6 +70,14 @@ def serve(config: Config, more_keys: str = "") -> int:
             opened.close()
 
 
+def _telemetry(control: socket.socket) -> int:
+    """What `TelemetryProcess` talks to, as a fork that has this process's modules already."""
+    be_nicer(FRONT_END_NICENESS)  # before it imports; its forks become nicer
+    from roseinfer.observing import telemetry_main
+
+    return telemetry_main(control.detach())
+
+
 class _FactsElsewhere:
     """Has the facts of this process observed by the telemetry process."""
 
@@ -77,8 +90,11 @@ class _FactsElsewhere:
         self.hub.on_write_returned, self.hub.on_step_read = loop_waits.glance, loop_waits.note_message
         hear_interruptions(gc_pauses, loop_waits, LiveInterruptions(), self._forwarder.note_interruption)
 
-    def instruments(self, client: AsyncEngine, checker: GrammarChecker, more_keys: str) -> Instruments:
-        telemetry = TelemetryProcess(self._config, self._forwarder, client.queue_estimate.report, more_keys)
+    def instruments(
+        self, client: AsyncEngine, checker: GrammarChecker, more_keys: str, begun: Begun | None
+    ) -> Instruments:
+        report_queue = client.queue_estimate.report
+        telemetry = TelemetryProcess(self._config, self._forwarder, report_queue, more_keys, begun=begun)
 
         return Instruments(telemetry.page, telemetry.ledgers, (), checker, telemetry)
 
@@ -99,7 +115,7 @@ class _FactsHere:
         self.set_engine_info = self._observation.set_engine_info
         self.close = self._observation.close
 
-    def instruments(self, client: AsyncEngine, checker: GrammarChecker, _: str) -> Instruments:
+    def instruments(self, client: AsyncEngine, checker: GrammarChecker, _: str, __: Begun | None) -> Instruments:
         from roseinfer import observing
 
         async def profile(num_steps: int, directory: str) -> Awaitable[ProfileEnded]:

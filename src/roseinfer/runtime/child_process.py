@@ -6,6 +6,7 @@ ends write and read it without the GIL.
 
 import contextlib
 import ctypes
+import math
 import os
 import resource
 import select
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, NamedTuple, TypeVar
+from typing import IO, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -110,7 +111,44 @@ def start_process(
     )
 
 
-def end_process(process: subprocess.Popen[bytes], timeout_s: float, longest_s: float = 0.0, waits_for: int = 0) -> bool:
+class Child(Protocol):
+    """What can be done with a `subprocess.Popen`, and with a fork."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+
+
+class ForkedChild:
+    """A fork of this process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+
+    def kill(self) -> None:
+        if self._code is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline_s = math.inf if timeout is None else time.monotonic() + timeout
+        while self._code is None:
+            left_s = deadline_s - time.monotonic()
+            pid, status = os.waitpid(self.pid, 0 if timeout is None else os.WNOHANG)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+            elif left_s <= 0:
+                raise subprocess.TimeoutExpired("", timeout or 0.0)
+            else:
+                time.sleep(min(_LEAST_WAIT_S, left_s))
+        return self._code
+
+
+def end_process(process: Child, timeout_s: float, longest_s: float = 0.0, waits_for: int = 0) -> bool:
     """Wait for a process that was asked to end, and kill it after the timeout; returns whether it ended by itself.
 
     Up to `longest_s`, time in which it, or the process `waits_for`, was ready to run and others had the processors

@@ -1,34 +1,82 @@
 """Starts a child by a fork of a process that has imported all it needs: `ForkServer` asks, `fork_children` does it.
 
-A fork takes some milliseconds. An interpreter and its imports take a core for half a second, and what else runs there
-would wait for them.
+That process may itself be a fork of this one (`fork_here`), with which it shares what both have imported. A fork takes
+some milliseconds. An interpreter and its imports take a core for half a second, and what else runs there would wait
+for them.
 """
 
+import ctypes
 import gc
 import os
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
-from roseinfer.runtime.child_process import die_with_parent, end_process, start_process
+from roseinfer.runtime.child_process import Child, ForkedChild, die_with_parent, end_process, start_process
 from roseinfer.runtime.frames import encode_frame
+
+
+class Begun(NamedTuple):
+    """A process that will fork, and this process's end of the socket."""
+
+    process: Child
+    control: socket.socket
+
+
+def fork_here(command: Sequence[str]) -> Begun | socket.socket | None:
+    """Fork this process, for a `ForkServer` or in a child that returns its own end of the socket.
+
+    The child leads a session, and `ps` shows `command` for it. Beside another thread nothing is forked: None.
+    """
+    if threading.active_count() > 1:
+        return None
+    ours, theirs = socket.socketpair()
+    gc.freeze()  # so that no collection writes to what both have
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        return Begun(ForkedChild(pid), ours)
+    ours.close()
+    os.setsid()
+    with Path(os.devnull).open("rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    _show_command([*command, str(theirs.fileno())])
+    return theirs
+
+
+def _show_command(command: Sequence[str]) -> None:
+    """Have `ps` show a command in the place of the one that was started, as far as there is room."""
+    with suppress(OSError, IndexError):  # where there is no /proc
+        fields = Path("/proc/self/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        start, end = map(int, fields[45:47])  # see proc_pid_stat(5)
+        words = Path("/proc/self/cmdline").read_bytes().partition(b"\0")[0], *(word.encode() for word in command)
+        text = b"\0".join(words)[: end - start - 1]
+        ctypes.memset(start, 0, end - start)
+        ctypes.memmove(start, text, len(text))
 
 
 class ForkServer:
     """Runs the process that forks, and starts it anew when it has died. At most one of its children lives.
 
-    `command` starts it, with the descriptor of its end of a socket as the last argument; `setup` is the first frame
-    that comes there. Every method blocks. All processes die with the thread that called `fork` first.
+    `command` starts it, with the descriptor of its end of a socket as the last argument, unless one is `begun`. The
+    first that comes there is the frame `setup`, then the `descriptors`, each with a byte. Every method blocks. All
+    processes die with the thread that called `fork` first, or that began.
     """
 
-    def __init__(self, command: Sequence[str], setup: bytes, pass_fds: Sequence[int] = ()) -> None:
+    def __init__(
+        self, command: Sequence[str], setup: bytes, descriptors: Sequence[int] = (), begun: "Begun | None" = None
+    ) -> None:
         self._command = command
         self._setup = setup
-        self._pass_fds = pass_fds
-        self._process: subprocess.Popen[bytes] | None = None
+        self._descriptors = descriptors
+        self._process: Child | None = None
         self._control: socket.socket | None = None
+        self._begun = begun
 
     @property
     def pid(self) -> int:
@@ -42,13 +90,17 @@ class ForkServer:
                 socket.send_fds(self._control, [b"\0"], [connection.fileno()])
                 return
             self.kill()
-        self._control, theirs = socket.socketpair()
+        self._process, self._control = self._begun or self._start()
+        self._begun = None
+        self._control.sendall(encode_frame(self._setup))
+        for descriptor in (*self._descriptors, connection.fileno()):
+            socket.send_fds(self._control, [b"\0"], [descriptor])
+
+    def _start(self) -> "Begun":
+        ours, theirs = socket.socketpair()
         with theirs:
             command = [*self._command, str(theirs.fileno())]
-            passed = [theirs.fileno(), *self._pass_fds]
-            self._process = start_process(command, stdin=subprocess.DEVNULL, pass_fds=passed)
-        self._control.sendall(encode_frame(self._setup))
-        socket.send_fds(self._control, [b"\0"], [connection.fileno()])
+            return Begun(start_process(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]), ours)
 
     def kill(self) -> None:
         """Ends it and its child at once."""
@@ -65,6 +117,11 @@ class ForkServer:
             return True
         self._control.close()
         return end_process(self._process, timeout_s, longest_s, waits_for=pid)
+
+
+def receive_descriptors(control: socket.socket, number: int) -> list[int]:
+    """The descriptors that a `ForkServer` sends behind its setup."""
+    return [socket.recv_fds(control, 1, 1)[1][0] for _ in range(number)]
 
 
 def fork_children(control: socket.socket) -> socket.socket | None:

@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +15,13 @@ from roseinfer.runtime.fork_server import ForkServer
 MODULE = """
 import os, signal, socket, sys
 from roseinfer.runtime.child_process import live_as_child
-from roseinfer.runtime.fork_server import fork_children
+from roseinfer.runtime.fork_server import fork_children, receive_descriptors
 from roseinfer.runtime.frames import receive_frame
 
 live_as_child()
 with socket.socket(fileno=int(sys.argv[-1])) as control:
     setup = receive_frame(control).decode()
+    receive_descriptors(control, int(os.environ.get("NUM_DESCRIPTORS", "0")))
     connection = fork_children(control)
 if connection is not None:
     with connection:
@@ -87,3 +90,54 @@ def test_one_that_does_not_end_is_killed(forks: ForkServer) -> None:
     with connection:
         assert not forks.close(pid, 0.05, 0.05)
         assert connection.recv(1) == b""
+
+
+BEGUN = """
+import os, signal, socket, sys
+from pathlib import Path
+from roseinfer.runtime.child_process import live_as_child
+from roseinfer.runtime.fork_server import ForkServer, fork_children, fork_here, receive_descriptors
+from roseinfer.runtime.frames import receive_frame
+
+reading, writing = os.pipe()
+begun = fork_here(["forking.py", "--fd"])
+if isinstance(begun, socket.socket):
+    os.close(reading)
+    live_as_child()
+    setup = receive_frame(begun)
+    (descriptor,) = receive_descriptors(begun, 1)
+    connection = fork_children(begun)
+    if connection is not None:
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().rstrip(bytes(1)).split(bytes(1))
+        os.write(descriptor, b"%s %d %s" % (setup, os.getppid(), words[-2]))
+        connection.recv(1)
+    raise SystemExit
+forks = ForkServer([sys.argv[1]], b"setup", [writing], begun)
+for _ in range(2):
+    ours, theirs = socket.socketpair()
+    forks.fork(theirs)
+    theirs.close()
+    setup, pid, shown = os.read(reading, 100).split()
+    assert (setup, int(pid), shown) == (b"setup", begun.process.pid, b"--fd"), (setup, pid, shown)
+    assert forks.pid == begun.process.pid
+os.environ["NUM_DESCRIPTORS"] = "1"
+os.kill(forks.pid, signal.SIGKILL)
+assert ours.recv(1) == b""
+while True:  # until the kernel says that it has gone
+    ours, theirs = socket.socketpair()
+    forks.fork(theirs)
+    theirs.close()
+    if forks.pid != begun.process.pid:
+        break
+ours.settimeout(60)
+assert ours.recv(100).split()[0] == b"setup"
+forks.kill()
+print("done")
+"""
+
+
+def test_the_first_is_a_fork_of_this_process_and_later_ones_are_started(tmp_path: Path) -> None:
+    (tmp_path / "forking.py").write_text(MODULE)
+    program = [sys.executable, "-c", BEGUN, str(tmp_path / "forking.py")]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr

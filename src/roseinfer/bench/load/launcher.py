@@ -92,8 +92,8 @@ class Server:
     def _child_pid(self, name: str) -> int:
         """The child that runs this command; another one may check grammars."""
         children = _children(self.pid)
-        words = {child: Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0") for child in children}
-        (found,) = (child for child in children if words[child][-4:-2] == [name.encode(), b"--fd"])
+        words = {child: Path(f"/proc/{child}/cmdline").read_bytes().rstrip(b"\0").split(b"\0") for child in children}
+        (found,) = (child for child in children if words[child][-3:-1] == [name.encode(), b"--fd"])
         return int(found)
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = STOP_TIMEOUT_S) -> int:

@@ -27,7 +27,7 @@ from roseinfer.observe.telemetry.forwarder import Forwarder
 from roseinfer.observe.telemetry.link import Link, Reply
 from roseinfer.records import QueueReport, RequestTimeline
 from roseinfer.runtime.child_process import waited_s
-from roseinfer.runtime.fork_server import ForkServer
+from roseinfer.runtime.fork_server import Begun, ForkServer
 
 RESTART_WINDOW_S = 600.0  # in which there is one restart: what kills two in succession will kill a third
 PAGE_TIMEOUT_S = 3.0  # for a page of metrics
@@ -41,7 +41,7 @@ LONGEST_CLOSE_S = 3.0
 TakeOver = Callable[[], Coroutine[Any, Any, None]]
 """Serves the operations port without the process, as far as that is possible."""
 
-_COMMAND = ("-P", "-m", "roseinfer", "telemetry", "--fd")  # -P: import nothing from the current directory
+COMMAND = ("-P", "-m", "roseinfer", "telemetry", "--fd")  # -P: import nothing from the current directory
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Setup(msgspec.Struct, frozen=True):
 
     config: Config
     more_keys: str  # added to those of the file
-    ports: list[int]  # descriptors of the sockets at which the operations port listens
+    num_ports: int  # sockets at which the operations port listens, whose descriptors come behind this
 
 
 class TelemetryProcess:
@@ -59,7 +59,7 @@ class TelemetryProcess:
 
     It is a fork of a process that has imported everything, since a restart that imports would take a core from the
     streams. Both have sessions of their own, so that Ctrl-C does not reach them, and die with the front end. `command`
-    starts the one that forks, with the descriptor of its end of a socket as the last argument.
+    starts the one that forks, with the descriptor of its end of a socket as the last argument, unless one is `begun`.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class TelemetryProcess:
         forwarder: Forwarder,
         report_queue: Callable[[], QueueReport],
         more_keys: str = "",
-        command: Sequence[str] = _COMMAND,
+        command: Sequence[str] = COMMAND,
+        begun: Begun | None = None,
     ) -> None:
         self.num_restarts = 0
         self.pid: int | None = None  # once it is known
@@ -77,6 +78,7 @@ class TelemetryProcess:
         self._report_queue = report_queue
         self._more_keys = more_keys
         self._command = command
+        self._begun = begun
         self._starter = ThreadPoolExecutor(1, "roseinfer-telemetry")  # a child dies with the thread that started it
         self._next_restart_s = -math.inf
         self._forks: ForkServer
@@ -98,8 +100,8 @@ class TelemetryProcess:
         self._ports, self._take_over = list(ports), take_over
         self._replies = {"started": self._note_pid, "sync": self._sync, "look": self._look, **replies}
         descriptors = [port.fileno() for port in ports]
-        setup = Setup(self._config, self._more_keys, descriptors)
-        self._forks = ForkServer(self._command, msgspec.msgpack.encode(setup), descriptors)
+        setup = Setup(self._config, self._more_keys, len(descriptors))
+        self._forks = ForkServer(self._command, msgspec.msgpack.encode(setup), descriptors, self._begun)
         self._watching = asyncio.create_task(self._watch(), name="telemetry-watch")
         await self._launch()
 
