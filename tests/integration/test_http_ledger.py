@@ -5,6 +5,8 @@ import json
 import re
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +21,7 @@ from roseinfer.records import FinishReason, RequestTimeline
 from tests.integration.faults import on_a_calm_machine
 from tests.integration.live_server import LiveServer, live
 from tests.unit.engine.harness import make_engine
+from tests.unit.server.harness import INSTRUMENTS, ScriptedEngine, serving
 
 ASKED = {"x-roseinfer-ledger": "1"}
 FIRST_PARTS = ["receive", "tokenize", "submit_lag", "queue_wait", "prefill"]
@@ -98,6 +101,28 @@ async def test_a_request_that_reaches_its_length(stream: bool, num_choices: int)
     parts = {name: round(duration / 1e6, 3) for name, duration in reply.ledgers[0]["parts_ns"].items()}
     told = FIRST_PARTS if stream else list(parts)  # a stream's header goes out before its first token
     assert {name: float(timing[name]) for name in told} == {name: parts[name] for name in told}
+
+
+async def test_a_streams_first_tokens_wait_for_no_causes() -> None:
+    """On a busy host causes come late, and a first write may have several tokens already."""
+    are_known = asyncio.Event()
+
+    async def late(timelines: Sequence[RequestTimeline], until_ns: int) -> list[dict[str, object]]:
+        if any(len(each.arrivals) > 1 for each in timelines):
+            await are_known.wait()
+        return await INSTRUMENTS.ledgers(timelines, until_ns)
+
+    instruments = replace(INSTRUMENTS, ledgers=late)
+    body = {"prompt": "a", "max_tokens": 3, "stream": True}
+    async with serving(ScriptedEngine(), instruments=instruments) as server, asyncio.timeout(10):
+        asking = asyncio.create_task(server.session.post(server.url + "/v1/completions", json=body, headers=ASKED))
+        await server.engine.received()
+        server.engine.say("xyz", FinishReason.LENGTH)
+        async with await asking as response:
+            assert b'"xyz"' in await response.content.readuntil(b"\n\n")
+            assert "receive;dur=" in response.headers["Server-Timing"]
+            are_known.set()
+            assert b"roseinfer_ledger" in await response.content.read()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,6 +5,7 @@ import hmac
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -94,6 +95,14 @@ class Exchange:
         if not self.wants_ledgers:
             return None
         return await self._ledgers(self.timelines, time.monotonic_ns())
+
+    async def opening_timing(self) -> dict[str, str]:
+        """The header of a stream: up to its first token only, since causes of later gaps may be long in coming."""
+        if not self.wants_ledgers:
+            return {}
+        timeline = self.timelines[0]
+        first = replace(timeline, token_ns=timeline.token_ns[:1], arrivals=timeline.arrivals[:1])
+        return server_timing(await self._ledgers([first], time.monotonic_ns()))
 
     @property
     def wants_ledgers(self) -> bool:

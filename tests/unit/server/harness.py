@@ -400,7 +400,7 @@ async def serving(
     listener = Listener()
     config = Config(server=ServerConfig(**{"served_model_name": "scripted"} | server))
     api_keys = ApiKeys(parse_keys(keys, "")) if keys else None
-    service = Service(config, engine, observer or listener, api_keys, INSTRUMENTS.ledgers)
+    service = Service(config, engine, observer or listener, api_keys, instruments.ledgers)
     if is_ready:
         engine.started.set()
         service.open(text or text_model())

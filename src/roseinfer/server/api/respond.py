@@ -228,8 +228,7 @@ class _Reply:
         exchange = self._exchange
         async with self._opening:
             if exchange.stream is None:
-                headers = server_timing(await exchange.wanted_ledgers())
-                exchange.stream = await sse.open_stream(request, headers)
+                exchange.stream = await sse.open_stream(request, await exchange.opening_timing())
         return exchange.stream
 
     async def _keep_alive(self, request: web.Request) -> None:
