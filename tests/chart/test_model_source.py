@@ -110,6 +110,29 @@ def test_an_image_and_a_claim_are_volumes(helm: HelmProcess) -> None:
     [
         ("{model: {source: Qwen/Qwen3-8B}}", NEWEST, "model.source is Qwen/Qwen3-8B: it begins with hf://"),
         ("{model: {source: 'http://example.com/a'}}", NEWEST, "model.source is http://example.com/a: it begins"),
+        (
+            "{model: {source: 'hf://'}}",
+            NEWEST,
+            "model.source is hf://, which is not of the form hf://OWNER/NAME or hf://",
+        ),
+        (
+            "{model: {source: 'hf://a/b/c'}}",
+            NEWEST,
+            "model.source is hf://a/b/c, which is not of the form hf://OWNER/NAME",
+        ),
+        ("{model: {source: 's3://a'}}", NEWEST, "model.source is s3://a, which is not of the form s3://BUCKET/FOLDER"),
+        (
+            "{model: {source: 'gs://a/'}}",
+            NEWEST,
+            "model.source is gs://a/, which is not of the form gs://BUCKET/FOLDER",
+        ),
+        (
+            "{model: {source: 'pvc://A'}}",
+            NEWEST,
+            "model.source is pvc://A, which is not of the form pvc://CLAIM or pvc",
+        ),
+        ("{model: {source: 'pvc://a/../b'}}", NEWEST, "model.source is pvc://a/../b: it has .. in it"),
+        ("{model: {source: 'oci://a:b:c'}}", NEWEST, "model.source is oci://a:b:c: an image has a tag or a digest"),
         ("{model: {source: 'oci://models/qwen3'}}", NEWEST, "an image has a tag or a digest"),
         ("{model: {source: 'oci://models/qwen3:8b/folder'}}", NEWEST, "an image has a tag or a digest"),
         ("{model: {source: 'oci://models/qwen3:8b'}}", "1.30", "image volumes came with 1.31"),

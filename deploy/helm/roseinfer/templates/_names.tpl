@@ -83,6 +83,15 @@ or a claim is mounted in a folder of the model's name, after which the server ca
 {{- define "roseinfer.source" -}}
 {{- $source := .Values.model.source | default "" }}
 {{- $rest := regexReplaceAll "^[a-z0-9]+://" $source "" | trimSuffix "/" }}
+{{- $shapes := dict "hf://OWNER/NAME or hf://OWNER/NAME@REVISION" "^hf://[\\w.-]+(/[\\w.-]+)?(@[^@\\s]+)?/?$" "s3://BUCKET/FOLDER" "^s3://[^/]+/.*[^/]/*$" "gs://BUCKET/FOLDER" "^gs://[^/]+/.*[^/]/*$" "pvc://CLAIM or pvc://CLAIM/FOLDER" "^pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?(/|$)" }}
+{{- range $shape, $pattern := $shapes }}
+{{- if and (hasPrefix (printf "%s://" (splitList "://" $shape | first)) $source) (not (regexMatch $pattern $source)) }}
+{{- fail (printf "model.source is %s, which is not of the form %s" $source $shape) }}
+{{- end }}
+{{- end }}
+{{- if has ".." (splitList "/" $rest) }}
+{{- fail (printf "model.source is %s: it has .. in it" $source) }}
+{{- end }}
 {{- if hasPrefix "hf://" $source }}
 kind: fetched
 path: {{ $rest | splitList "@" | first | quote }}
@@ -91,7 +100,7 @@ revision: {{ regexReplaceAll "^[^@]*@?" $rest "" | quote }}
 kind: fetched
 path: {{ $source | trimSuffix "/" | quote }}
 {{- else if hasPrefix "oci://" $source }}
-{{- if not (regexMatch "^.+(:[A-Za-z0-9_][A-Za-z0-9_.-]*|@sha256:[0-9a-f]{64})$" $rest) }}
+{{- if not (regexMatch "^([A-Za-z0-9.-]+(:[0-9]+)?/)?[a-z0-9]+([._/-]+[a-z0-9]+)*(:[A-Za-z0-9_][A-Za-z0-9_.-]*|(:[A-Za-z0-9_][A-Za-z0-9_.-]*)?@sha256:[0-9a-f]{64})$" $rest) }}
 {{- fail (printf "model.source is %s: an image has a tag or a digest, and its model lies at its root" $source) }}
 {{- end }}
 kind: image

@@ -11,9 +11,9 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from huggingface_hub import constants
 from huggingface_hub.utils import WeakFileLock
@@ -170,6 +170,7 @@ class _Fetch(Fetch):
         """Compares the SHA-256 that was stored with the object, or else the tag, or else, as with KMS, the CRC32.
 
         The tag is the MD5; of an object of several parts the MD5 of their MD5s, and the first one tells their length.
+        At a store that does not say how long a part is the size is all that is compared.
         """
         about = {"Bucket": self._store.bucket, "Key": self._store.key(file.name)}
         head = self._store.client.head_object(**about, ChecksumMode="ENABLED")
@@ -178,13 +179,26 @@ class _Fetch(Fetch):
         if sha256 and head.get("ChecksumType") != "COMPOSITE":
             found, expected = _sha256_of(path), sha256.hex()
         elif re.fullmatch(r"[0-9a-f]{32}(-\d+)?", expected) and "kms" not in head.get("ServerSideEncryption", ""):
-            first = self._store.client.head_object(**about, PartNumber=1) if "-" in expected else head
-            found = _md5_of_parts(path, first["ContentLength"], is_one="-" not in expected)
+            part_bytes = self._part_bytes(about, file) if "-" in expected else file.size
+            if part_bytes is None:
+                return ""
+            found = _md5_of_parts(path, part_bytes, is_one="-" not in expected)
         elif crc32 and head.get("ChecksumType") != "COMPOSITE":
             found, expected = _crc32_of(path), crc32.hex()
         else:
             return ""
         return "" if found == expected else f"its digest is {found} instead of {expected}"
+
+    def _part_bytes(self, about: Mapping[str, Any], file: File) -> int | None:
+        """How long each part of the object is; None at a store, such as R2, that tells nothing of single parts."""
+        from botocore.exceptions import ClientError
+
+        num_parts = int(file.version.strip('"').partition("-")[2])
+        try:
+            length: int = self._store.client.head_object(**about, PartNumber=1)["ContentLength"]
+        except ClientError:
+            return None
+        return length if length and -(-file.size // length) == num_parts else None
 
 
 def _sha256_of(path: Path) -> str:
