@@ -177,7 +177,10 @@ class Helm:
         record = _release(cluster.stored[0])
         hooks = [hook["manifest"] for hook in record.get("hooks", [])]
         texts = [record["manifest"], *hooks]
-        objects = [found for text in texts for found in yaml.load_all(text, StrictLoader) if found is not None]
+        try:
+            objects = [found for text in texts for found in yaml.load_all(text, StrictLoader) if found is not None]
+        except ValueError as error:
+            return {"error": f"YAML parse error: {error}"}
         return {"objects": objects, "notes": record["info"].get("notes", "")}
 
     def lint(self, chart: str) -> list[Object]:

@@ -246,6 +246,7 @@ def test_no_key_is_there_twice(helm: HelmProcess) -> None:
     values = yaml.safe_load("""
 podAnnotations: {kubectl.kubernetes.io/default-container: other}
 podLabels: {llm-d.ai/engine-type: other}
+topologySpreadConstraints: [{maxSkew: 1, topologyKey: zone, whenUnsatisfiable: DoNotSchedule, labelSelector: null}]
 inferencePool: {enabled: true, endpointPickerRef: {name: picker}}
 metrics: {serviceMonitor: {enabled: true}, labels: {app.kubernetes.io/name: other}}
 networkPolicy: {enabled: false}

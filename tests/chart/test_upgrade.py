@@ -383,6 +383,13 @@ def test_two_releases_side_by_side_share_nothing(helm: HelmProcess) -> None:
         assert not selector.items() <= labels.items(), found["kind"]
 
 
+@pytest.mark.parametrize("section", sorted({path[0] for path in PATHS}))
+def test_a_null_beside_everything_is_a_default_or_is_named(helm: HelmProcess, section: str) -> None:
+    """What a template reads only where a feature is on may be null too."""
+    for path in (path for path in PATHS if path[0] == section):
+        assert complaint(helm, merged(EVERYTHING, nested(path, None))) is None, path
+
+
 @pytest.mark.parametrize("text", ["10", "true"])
 def test_a_text_that_looks_like_something_else_stays_a_text(helm: HelmProcess, text: str) -> None:
     """A class of priority may be called 10, and YAML would read a number."""

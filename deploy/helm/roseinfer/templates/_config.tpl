@@ -46,7 +46,7 @@ What another value decides cannot be given in `config` too, unless it is the sam
 {{- $decided = append $decided (dict "section" "server" "name" "tls_key_file" "value" "/etc/roseinfer/tls/tls.key" "by" "tls.existingSecret") }}
 {{- end }}
 {{- if .Values.tracing.enabled }}
-{{- if not (contains "$(" .Values.tracing.endpoint) }}{{/* which Kubernetes fills in, in a variable alone */}}
+{{- if not (contains "$(" (.Values.tracing.endpoint | default "")) }}{{/* which Kubernetes fills in, in a variable alone */}}
 {{- $decided = append $decided (dict "section" "tracing" "name" "endpoint" "value" .Values.tracing.endpoint "by" "tracing.endpoint") }}
 {{- end }}
 {{- $decided = append $decided (dict "section" "tracing" "name" "ratio" "value" .Values.tracing.samplerRatio "by" "tracing.samplerRatio") }}
