@@ -6,7 +6,7 @@ All but the one whose turn it is are paused. Each repeat has new prompts, the sa
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.figures import medians, summarise
@@ -39,9 +39,18 @@ class Limits:
         return repeat == 0 or (repeat < self._most and elapsed * (repeat + 1) / repeat <= self._budget_s)
 
 
-def run(entrants: Sequence[Entrant], words: Words, workloads: Sequence[str], limits: Limits) -> list[dict[str, Any]]:
-    """Run all workloads in order. Returns a row for each entrant and workload, with an `error` where it failed."""
-    rows = []
+def run(
+    entrants: Sequence[Entrant],
+    words: Words,
+    workloads: Sequence[str],
+    limits: Limits,
+    keep: Callable[[list[dict[str, Any]]], object] = lambda _: None,
+) -> list[dict[str, Any]]:
+    """Run all workloads in order. Returns a row for each entrant and workload, with an `error` where it failed.
+
+    `keep` is called with the rows so far when a workload is over.
+    """
+    rows: list[dict[str, Any]] = []
     failures: dict[str, str] = {}
     for entrant in entrants:
         entrant.pause()
@@ -64,6 +73,7 @@ def run(entrants: Sequence[Entrant], words: Words, workloads: Sequence[str], lim
             row = _row(entrant, workload, repeats[entrant.name], failures.pop(entrant.name, None))
             rows.append(row)
             print(f"  {line_of(row)}", flush=True)
+        keep(rows)
     return rows
 
 

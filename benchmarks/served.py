@@ -101,15 +101,19 @@ def main() -> int:
     versions = versions_of(arguments.device, arguments.peers)
     workloads = QUICK_WORKLOADS if arguments.quick else GPT2_WORKLOADS
     limits = Limits(1 if arguments.quick else NUM_REPEATS, BUDGET_S)
-    rows = []
+    rows: list[dict[str, Any]] = []
     with protocol.own_session_raised() as is_raised:
         for precision in arguments.precisions.split(","):
             with ExitStack() as stack:
                 entrants, absent = entrants_of(stack, model, precision, arguments.device, arguments.peers, log)
-                rows += absent + rotation.run(entrants, words, workloads, limits)
+                before = [*rows, *absent]
+
+                def keep(more: list[dict[str, Any]], before: list[dict[str, Any]] = before) -> None:
+                    results = {"versions": versions, "is_raised": is_raised, "rows": [*before, *more]}
+                    sitting.write(arguments.out, results)
+
+                rows = [*before, *rotation.run(entrants, words, workloads, limits, keep)]
             print(f"  {precision} is done after {time.monotonic() - began:.0f} s", flush=True)
-    results = {"versions": versions, "is_raised": is_raised, "rows": rows}
-    sitting.write(arguments.out, results)
     return 0
 
 

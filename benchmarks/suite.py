@@ -16,19 +16,49 @@ others.
 """
 
 import argparse
+import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import NamedTuple
 
-_OTHER_PYTHON = "name with PYTHON one that has torch and the packages of pyproject.toml"
+_OTHER_PYTHON = "name with PYTHON one of 3.11 or newer that has torch and the packages of pyproject.toml"
+
+
+def absent(requirements: Iterable[str]) -> list[str]:
+    """Those of these packages that this Python does not have in any version."""
+    names = [re.split(r"[^A-Za-z0-9_-]", requirement)[0] for requirement in requirements]
+    return [name for name in names if not _is_there(name)]
+
+
+def _is_there(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def needed() -> list[str]:
+    """What the program requires, also on a GPU, and the tests that need one."""
+    import tomllib  # which a Python before 3.11 does not have
+
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    of_extra = project["optional-dependencies"]
+    of_tests = [each for each in of_extra["test"] if each.startswith(("pytest>", "hypothesis>"))]
+    return [*project["dependencies"], *of_extra["cuda"], *of_tests]
+
 
 try:
+    # All that is missing at once, and before the first part: what the last one misses would be found an hour later.
+    if missing := absent(needed()):
+        raise SystemExit(f"{sys.executable} has no {', '.join(missing)}: {_OTHER_PYTHON}")
     from benchmarks import protocol, report
     from benchmarks.random_gpt2 import default_directory, make
     from benchmarks.served import DEFAULT_PEERS
-except ModuleNotFoundError as error:
+except ImportError as error:
     raise SystemExit(f"{sys.executable} has no {error.name}: {_OTHER_PYTHON}") from None
 
 
@@ -54,7 +84,7 @@ SUITES = {
         "qwen3": Part("benchmarks.qwen3", 2400, ("peers",)),
     },
     "gpu": {
-        "tests": Part("benchmarks.gpu.checks", 540, ("device",)),
+        "tests": Part("benchmarks.gpu.checks", 540, ("device",), ("--limit-s", "500")),
         "sanitizer": Part("benchmarks.gpu.checks", 360, ("device",), ("--sanitizer", "--limit-s", "320")),
         "roofs": Part("benchmarks.roofs", 90, ("device",)),
         "search": Part(
@@ -112,7 +142,7 @@ def main() -> int:
     if unknown := set(chosen) - set(parts):
         parser.error(f"--parts: {', '.join(sorted(unknown))} is none of {', '.join(parts)}")
     if arguments.suite == "gpu" and arguments.device == "cuda" and not has_gpu():
-        parser.error("--device: torch finds no GPU here; cpu checks the scripts")
+        raise SystemExit("torch finds no GPU here, or is built without CUDA; --device cpu checks the scripts")
     print(f"model: {make(arguments.model)}", flush=True)
     files = {name: directory / f"{name}.json" for name in chosen}
     to_run = [name for name, file in files.items() if not (arguments.resume and file.is_file())]

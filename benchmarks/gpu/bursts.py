@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks import protocol
 from benchmarks.engine_options import engine_command, precision_options
@@ -65,31 +64,35 @@ def over_http(clients: Sequence[Worker]) -> Drive:
     return drive
 
 
-def measure(arguments: argparse.Namespace, model: Path, log: Path) -> dict[str, list[dict[str, float]]]:
+def measure(
+    arguments: argparse.Namespace, model: Path, log: Path, keep: Callable[[dict[str, list[dict[str, float]]]], object]
+) -> None:
+    """`keep` is called with all that has been measured so far, again and again; the rival's comes last."""
     words = Words(model / "tokenizer.json")
     options = options_of(arguments.device)
     burst, bursts, streams = (QUICK_BURST, 1, 2) if arguments.quick else (BURST, NUM_BURSTS, NUM_STREAMS)
-    rows = {}
+    rows: dict[str, list[dict[str, float]]] = {}
+
+    def note(name: str, drive: Drive, shape: Shape, num_repeats: int) -> None:
+        rows[name] = repeat(name, drive, shape, words, num_repeats)
+        keep(rows)
+
     with Worker("engine only", engine_command(model, options), log) as worker:
-        rows["burst offline"] = repeat(
-            "burst offline", partial(worker.drive, call="drive_offline"), burst, words, bursts
-        )
-        rows["burst online"] = repeat("burst online", worker.drive, burst, words, bursts)
-        rows["one stream"] = repeat("one stream", worker.drive, ONE_STREAM, words, streams)
-    precision = "bfloat16" if arguments.device == "cuda" else "float32"
-    rival = libraries.command_of("transformers", model, precision)
-    with Worker("transformers", [*rival, "--device", arguments.device], log) as worker:
-        name = "one stream, transformers"
-        rows[name] = repeat(name, worker.drive, ONE_STREAM, words, streams)
-        rows["burst, transformers"] = repeat("burst, transformers", worker.drive, burst, words, 1)
+        note("burst offline", partial(worker.drive, call="drive_offline"), burst, bursts)
+        note("burst online", worker.drive, burst, bursts)
+        note("one stream", worker.drive, ONE_STREAM, streams)
     served = {**options, "server.max_inflight": str(2 * BURST.num_requests)}
     with ExitStack() as stack:
         server = stack.enter_context(start_roseinfer("roseinfer", model, served, log))
         client = [sys.executable, "-m", "benchmarks.http_client", server.url, MODEL_NAME]
         num_clients = 1 if arguments.quick else NUM_CLIENTS
         clients = [stack.enter_context(Worker(f"client {i}", client, log)) for i in range(num_clients)]
-        rows["burst over HTTP"] = repeat("burst over HTTP", over_http(clients), burst, words, bursts)
-    return rows
+        note("burst over HTTP", over_http(clients), burst, bursts)
+    precision = "bfloat16" if arguments.device == "cuda" else "float32"
+    rival = libraries.command_of("transformers", model, precision)
+    with Worker("transformers", [*rival, "--device", arguments.device], log) as worker:
+        note("one stream, transformers", worker.drive, ONE_STREAM, streams)
+        note("burst, transformers", worker.drive, burst, 1)
 
 
 def main() -> int:
@@ -98,8 +101,12 @@ def main() -> int:
     arguments = parser.parse_args()
     sitting = Sitting("bursts")
     with protocol.own_session_raised():
-        rows: dict[str, Any] = dict(measure(arguments, make(arguments.model), arguments.out.with_suffix(".log")))
-    sitting.write(arguments.out, {"rows": rows})
+        measure(
+            arguments,
+            make(arguments.model),
+            arguments.out.with_suffix(".log"),
+            lambda rows: sitting.write(arguments.out, {"rows": rows}),
+        )
     return 0
 
 

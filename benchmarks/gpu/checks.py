@@ -1,6 +1,6 @@
 """Runs the tests of `tests/gpu`, or those of its attention kernels under compute-sanitizer, and counts how they end.
 
-    python -m benchmarks.gpu.checks [--sanitizer] [--device cuda] [--limit-s 560] [--out FILE]
+    python -m benchmarks.gpu.checks [--sanitizer] [--device cuda] [--limit-s 500] [--out FILE]
 
 What has run when the time is over is kept. Under the sanitizer torch's allocator keeps no memory, since an access
 behind a tensor would fall into a neighbour's; tests of graphs and of allocations, which need that allocator, are left
@@ -54,7 +54,7 @@ def why(text: str, log: Path) -> str:
 def main() -> int:
     parser = part_parser(__doc__, "bench-gpu/tests.json", quick="the same", device="cuda")
     parser.add_argument("--sanitizer", action="store_true", help="the attention tests, under compute-sanitizer")
-    parser.add_argument("--limit-s", type=float, default=560.0, metavar="S", help="default: %(default)s")
+    parser.add_argument("--limit-s", type=float, default=500.0, metavar="S", help="default: %(default)s")
     arguments = parser.parse_args()
     sitting = Sitting("sanitizer" if arguments.sanitizer else "tests")
     tool, log = sanitizer(), arguments.out.with_suffix(".pytest.log")

@@ -61,18 +61,36 @@ def test_the_page_names_a_part_that_fails_and_the_next_one_begins(
     assert "## Attention tests under compute-sanitizer" in text
 
 
-def test_without_a_gpu_nothing_is_begun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_nothing_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "has_gpu", lambda: False)
+    monkeypatch.setattr(suite, "make", None)
     monkeypatch.setattr(sys, "argv", ["suite", "gpu"])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="torch finds no GPU here, or is built without CUDA"):
         suite.main()
-    assert "torch finds no GPU here; cpu checks the scripts" in capsys.readouterr().err
+
+
+def test_all_that_is_missing_is_named_at_once() -> None:
+    """And what is needed is there where tests run."""
+    assert suite.absent(["torch>=2", "no-such-thing[a]>=1", "triton>=3; platform_system == 'Linux'", "nor_this"]) == [
+        "no-such-thing",
+        "nor_this",
+    ]
+    words = " ".join(suite.needed())
+    assert all(f"{name}>" in words for name in ("torch", "transformers", "jinja2", "triton", "pytest", "hypothesis"))
+    assert suite.absent(suite.needed()) == []
+
+
+def test_the_limit_of_the_tests_is_over_before_their_time() -> None:
+    """So that what has run until then is written."""
+    for part in suite.SUITES["gpu"].values():
+        if part.module == "benchmarks.gpu.checks":
+            assert float(part.flags[part.flags.index("--limit-s") + 1]) <= part.timeout_s - 30
 
 
 def test_a_python_without_torch_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # an import of it fails
     monkeypatch.setattr(sys, "argv", ["suite", "gpu"])
-    with pytest.raises(SystemExit, match="has no torch: name with PYTHON one that has torch"):
+    with pytest.raises(SystemExit, match="has no torch: name with PYTHON one of 3.11 or newer that has torch"):
         suite.main()
 
 
