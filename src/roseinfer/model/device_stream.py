@@ -5,7 +5,7 @@ that is late, counts, or refuses what a capture refuses.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -123,6 +123,17 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Ten
     """A few numbers on the device: on a CPU the array itself, on a GPU a queued copy out of torch's pinned memory."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def fetched_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of a GPU on the host, complete when an event after their one copy has passed; torch keeps the memory."""
+    order = sorted(
+        range(len(tensors)), key=lambda index: -tensors[index].itemsize
+    )  # each begins at a multiple of its own
+    flat = [tensors[index].contiguous().view(-1).view(torch.uint8) for index in order]
+    parts = torch.split(torch.cat(flat).to("cpu", non_blocking=True), [len(part) for part in flat])
+    on_host = {index: part.view(tensors[index].dtype) for index, part in zip(order, parts, strict=True)}
+    return [on_host[index].view(tensor.shape) for index, tensor in enumerate(tensors)]
 
 
 class Outbox:

@@ -30,10 +30,11 @@ from roseinfer.engine.core.batch import (
 )
 from roseinfer.engine.core.stopwatch import unwatched
 from roseinfer.messages import SamplingParams
-from roseinfer.model.device_stream import CudaStream, Event, Stream, to_device
+from roseinfer.model.device_stream import CudaStream, Event, Stream, fetched_together
 from roseinfer.model.loading import LoadedModel, OnProgress, load_model
 from roseinfer.model.pooling import pool, to_host
-from roseinfer.model.sampling.logprobs import Logprobs, PromptScores, rows_by_count
+from roseinfer.model.sampling.edit_table import MaskArea
+from roseinfer.model.sampling.logprobs import SCORE_WIDTH, Logprobs, PackedLogprobs, PromptScores, rows_by_count
 from roseinfer.model.sampling.sampler import Sampler
 from roseinfer.model.steps.graphs import CudaGraphs, GraphSize, decode_graph_sizes, prompt_graph_sizes
 from roseinfer.model.steps.replay import Replays
@@ -70,7 +71,7 @@ class RunnerLimits:
 class LaunchedBatch:
     """The torch `Launched`: a batch whose tokens are sampled on the device, or will be."""
 
-    _token_ids: torch.Tensor  # on the host; valid when the event has passed
+    _token_ids: torch.Tensor  # on the host, of any type; valid when the event has passed
     _event: Event
     _logprobs: Logprobs | None
     _scores: PromptScores | None
@@ -95,13 +96,23 @@ class LaunchedBatch:
 class Results:
     """Copies sampled tokens to the host while the next step runs.
 
-    Each step in flight has its buffer and event, so that waiting for it waits for nothing queued later.
+    Each step in flight has its buffers and event, so that waiting for it waits for nothing queued later. One copy
+    brings everything: tokens to a buffer, tokens with log-probabilities of a graph to another, and what else there is
+    with them to memory that torch keeps.
     """
 
     def __init__(self, stream: Stream, max_rows: int) -> None:
         self._stream = stream
+        num_scores = 0 if stream.is_host else max_rows * SCORE_WIDTH
         self._buffers = [
-            (stream.new_host_tensor(max_rows, torch.int64), stream.new_event()) for _ in range(_NUM_BUFFERS)
+            (
+                (
+                    stream.new_host_tensor(max_rows, torch.int64),
+                    stream.new_host_tensor(num_scores, torch.float64).view(-1, SCORE_WIDTH),
+                ),
+                stream.new_event(),
+            )
+            for _ in range(_NUM_BUFFERS)
         ]
         self._launched: list[LaunchedBatch | None] = [None] * _NUM_BUFFERS  # whose tokens are in each buffer
         self._turn = 0
@@ -114,25 +125,56 @@ class Results:
         scores: PromptScores | None = None,
         pooled: Sequence[torch.Tensor] = (),
     ) -> LaunchedBatch:
-        """Queue the copies of the tokens int64 [rows], which may change on the device afterwards, and of the rest."""
+        """Queue the copy of the tokens int64 [rows], which may change on the device afterwards, and of the rest."""
         turn, self._turn = self._turn, (self._turn + 1) % _NUM_BUFFERS
         last = self._launched[turn]
         if last is not None:
             last.wait()  # it keeps its tokens, if they have not been read yet
-        buffer, event = self._buffers[turn]
-        host = buffer[: len(token_ids)]
-        self._stream.copy(host, token_ids)
-        launched = LaunchedBatch(
-            host,
-            event,
-            None if logprobs is None else logprobs.fetch(),
-            None if scores is None else scores.fetch(),
-            graph_rows,
-            [part.to("cpu", non_blocking=True) for part in pooled],
-        )
+        buffers, event = self._buffers[turn]
+        if logprobs is None and scores is None and not pooled:  # most steps, and the host is in a hurry
+            host = buffers[0][: len(token_ids)]
+            self._stream.copy(host, token_ids)
+            launched = LaunchedBatch(host, event, None, None, graph_rows)
+        else:
+            launched = self._fetch_all(turn, token_ids, logprobs, graph_rows, scores, pooled)
         event.record()
         self._launched[turn] = launched
         return launched
+
+    def _fetch_all(
+        self,
+        turn: int,
+        token_ids: torch.Tensor,
+        logprobs: Logprobs | None,
+        graph_rows: int,
+        scores: PromptScores | None,
+        pooled: Sequence[torch.Tensor],
+    ) -> LaunchedBatch:
+        buffers, event = self._buffers[turn]
+        is_packed = isinstance(logprobs, PackedLogprobs)  # the tokens are among its numbers
+        parts = [part for part in (logprobs, scores) if part is not None]
+        tensors = [*([] if is_packed else [token_ids]), *(each for part in parts for each in part.tensors()), *pooled]
+        if len(tensors) > 1 and token_ids.device.type != "cpu":
+            tensors = fetched_together(tensors)
+        else:  # all but the first, on a CPU, is where it is
+            source, tensors[0] = tensors[0], buffers[is_packed][: len(token_ids)]
+            self._stream.copy(tensors[0], source)
+        on_host = iter(tensors)
+        host = tensors[0][:, 0] if is_packed else next(on_host)
+        logprobs = None if logprobs is None else logprobs.on_host(on_host)
+        scores = None if scores is None else scores.on_host(on_host)
+        return LaunchedBatch(host, event, logprobs, scores, graph_rows, [*on_host])
+
+
+class _ScoredPiece:
+    """Some of a step's tokens that are scored together."""
+
+    def __init__(self, counts: Int32Array) -> None:
+        self.counts = counts  # of the likeliest tokens, of each
+        self.on_device: tuple[torch.Tensor, ...] = ()  # hidden rows, their next tokens, rows of equal counts
+
+    def receive(self, *on_device: torch.Tensor) -> None:
+        self.on_device = on_device
 
 
 class _FirstLayerDone(Exception):
@@ -163,9 +205,10 @@ class ModelRunner:
             block_size=loaded.info.block_size,
             spare_block=loaded.info.num_blocks,
         )
-        self._staging = InputStaging(stream, sizes, padded_rows)
-        self._results = Results(stream, num_slots + MAX_STEP_DRAFTS)
         # One slot more than batches name, for the rows that fill up a graph.
+        mask_area = None if stream.is_host else MaskArea(num_slots + 1, loaded.model.vocab_size)
+        self._staging = InputStaging(stream, sizes, padded_rows, mask_area)
+        self._results = Results(stream, num_slots + MAX_STEP_DRAFTS)
         self._sampler = Sampler(
             num_slots + 1,
             loaded.model.vocab_size,
@@ -173,6 +216,7 @@ class ModelRunner:
             loaded.placement.kernels,
             loaded.info.max_model_len,
             self._staging.outbox,
+            None if stream.is_host else self._staging.masks,
         )
         self._last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._graph_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # results of graphs
@@ -216,7 +260,7 @@ class ModelRunner:
         if size is None:
             return None
         with watch("stage"):
-            self._sampler.prepare(slots, next_positions, batch.masks)
+            self._sampler.refresh(slots, next_positions)
             self._stage_graph(batch, size, watch)
         with watch("forward"):
             self._graphs.replay(size)
@@ -226,13 +270,14 @@ class ModelRunner:
     def _launch_eager(self, batch: ScheduledBatch, watch: Watch) -> LaunchedBatch:
         """Launch the step operation by operation."""
         slots, next_positions = _sampled(batch)
+        # Of the batch's rows: in the packed ones the drafted tokens of a sequence are one row.
+        starts = np.cumsum(np.append(np.int32(0), batch.num_new_tokens), dtype=np.int32)
         with watch("stage"):
+            pieces = self._send_scored(starts, batch.scored) if batch.scored else []
             step = self._staging.stage(batch, watch)
         with watch("forward"):
             hidden = self._hidden(step)
-            # Of the batch's rows: in the packed ones the drafted tokens of a sequence are one row.
-            starts = np.cumsum(np.append(np.int32(0), batch.num_new_tokens), dtype=np.int32)
-            scores = self._score(hidden, starts, batch.scored) if batch.scored else None
+            scores = self._score(hidden, batch.scored, pieces) if batch.scored else None
             pooled = pool(self._model, hidden, batch.pooled, starts) if batch.pooled else ()
             if pooled and all(any(each.row == row for each in batch.pooled) for row in batch.samples.nonzero()[0]):
                 return self._results.fetch(self._ends(step, hidden), None, scores=scores, pooled=pooled)
@@ -285,23 +330,30 @@ class ModelRunner:
             hidden = hidden.index_select(0, step.sampled_tokens)
         return self._model.logits(hidden)[: step.num_samples]
 
-    def _score(self, hidden: torch.Tensor, query_starts: Int32Array, scored: Sequence[ScoredRow]) -> PromptScores:
-        """Log-probabilities of the rows' next tokens, some at a time, since all logits would be large."""
-        spans = [query_starts[row.row] + np.arange(len(row.next_token_ids)) for row in scored]
+    def _send_scored(self, starts: Int32Array, scored: Sequence[ScoredRow]) -> list["_ScoredPiece"]:
+        """Put what `_score` needs on the device, in the copy of the step: filled when that is staged."""
+        spans = [starts[row.row] + np.arange(len(row.next_token_ids)) for row in scored]
         tokens, targets = np.concatenate(spans), np.concatenate([row.next_token_ids for row in scored])
         counts = np.repeat(np.array([row.num_likeliest for row in scored], np.int32), [len(span) for span in spans])
         size = min(_MAX_SCORED_ROWS, self._limits.max_decode_rows)
-        indices: list[list[npt.NDArray[np.integer]]] = []  # of each piece: hidden rows, targets, rows of equal counts
+        pieces = []
         for start in range(0, len(tokens), size):
-            piece = slice(start, start + size)
-            num_added = self._placement.padded_rows(len(tokens[piece])) - len(tokens[piece])
-            equal = [of_count for _count, of_count in rows_by_count(counts[piece])]
-            indices.append([np.pad(tokens[piece], (0, num_added), "edge"), targets[piece], *equal])
-        scores, start = [], 0
-        for rows, ids, *same in _sent_together(indices, hidden.device):
+            piece = _ScoredPiece(counts[start : start + size])
+            rows, targeted = tokens[start : start + size], targets[start : start + size]
+            num_added = self._placement.padded_rows(len(rows)) - len(rows)
+            equal = [of_count for _count, of_count in rows_by_count(piece.counts)]
+            indices = [np.pad(rows, (0, num_added), "edge"), targeted, *equal]
+            self._staging.outbox.put(piece.receive, *(array.astype(np.int64) for array in indices))
+            pieces.append(piece)
+        return pieces
+
+    def _score(self, hidden: torch.Tensor, scored: Sequence[ScoredRow], pieces: list["_ScoredPiece"]) -> PromptScores:
+        """Log-probabilities of the rows' next tokens, some at a time, since all logits would be large."""
+        scores = []
+        for piece in pieces:
+            rows, ids, *same = piece.on_device
             logits = self._model.logits(hidden.index_select(0, rows))[: len(ids)]
-            scores.append(self._sampler.score(logits, ids, counts[start : start + len(ids)], same))
-            start += len(ids)
+            scores.append(self._sampler.score(logits, ids, piece.counts, same))
         return PromptScores(scored, scores)
 
     def _stage_graph(self, batch: ScheduledBatch | None, size: GraphSize, watch: Watch = unwatched) -> None:
@@ -421,16 +473,6 @@ class ModelRunner:
             for num_rows in sorted({padded_rows(count) for count in range(1, min(limit, _MAX_WARM_ROWS) + 1)}):
                 for linear in linears:
                     linear.warm_up(num_rows)
-
-
-def _sent_together(
-    indices: Sequence[Sequence[npt.NDArray[np.integer]]], device: torch.device
-) -> list[list[torch.Tensor]]:
-    """The same on the device as int64, by one copy."""
-    flat = [each for of_piece in indices for each in of_piece]
-    together = to_device(np.concatenate(flat).astype(np.int64), device)
-    parts = iter(torch.split(together, [len(each) for each in flat]))
-    return [[next(parts) for _ in of_piece] for of_piece in indices]
 
 
 def _sampled(batch: ScheduledBatch) -> tuple[Int32Array, Int32Array]:

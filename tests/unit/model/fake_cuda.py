@@ -197,7 +197,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return copy()
         with unset_fake_temporarily():
             if target is None:  # torch makes one that is pinned
-                return torch.zeros(tuple(source.shape), dtype=source.dtype)
+                target = torch.zeros(tuple(source.shape), dtype=source.dtype)
             self.num_fetched += 1
             self.copies.write(target, torch.full_like(target, self.num_fetched), self.notes[-1].function)
             return target

@@ -25,6 +25,7 @@ from benchmarks.gpu.absent_gpu import AbsentGpu
 from benchmarks.gpu.kernels import LayerKernels
 from benchmarks.gpu.performance_model import MODELS
 from roseinfer.model.sampling.edit_table import EditTable
+from roseinfer.model.sampling.logprobs import SCORE_WIDTH
 from roseinfer.model.sampling.slot_table import SlotTable
 
 FILE = Path(__file__).with_suffix(".json")
@@ -68,7 +69,6 @@ def budgets_of_sampling(capability: int, vocab_size: int) -> Budgets:
     """The budgets of what draws the tokens of 64 rows, with their edits and log-probabilities."""
     import triton
 
-    from roseinfer.model.triton_kernels.logprobs import SCORE_WIDTH
     from roseinfer.model.triton_kernels.sampling import choose
 
     triton.runtime.driver.set_active(AbsentGpu(capability))

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roseinfer.engine.core.batch import SlotBinding
 from roseinfer.messages import SamplingParams
-from roseinfer.model.device_stream import TRACE_NAME, Outbox, TorchProfiler, to_device
+from roseinfer.model.device_stream import TRACE_NAME, Outbox, TorchProfiler, fetched_together, to_device
 from roseinfer.model.sampling.edit_table import BARRED, BIAS_SHIFT, KNOWN, EditTable
 from roseinfer.model.sampling.logit_edits import Penalties
 from roseinfer.model.sampling.sampler import Sampler
@@ -64,6 +64,14 @@ def test_a_copy_to_a_gpu_is_queued_from_pinned_memory(pinned: list[torch.Tensor]
     assert on_device.device == DEVICE
     assert [tensor.tolist() for tensor in pinned] == [[0, 1, 2]]
     assert copies.waits == [False]
+
+
+def test_what_is_fetched_together_is_what_it_was() -> None:
+    numbers = torch.arange(12, dtype=torch.float32)
+    tensors = [numbers[:3], torch.tensor([2**40, -1]), numbers.view(3, 4).T, numbers[:0].view(3, 0), numbers.bfloat16()]
+    for fetched, tensor in zip(fetched_together(tensors), tensors, strict=True):
+        assert fetched.dtype == tensor.dtype
+        assert torch.equal(fetched, tensor)
 
 
 def test_penalties_are_bound_without_waiting(pinned: list[torch.Tensor]) -> None:

@@ -54,25 +54,27 @@ EXPECTED = {
     "top-p": Work(nodes=23, copies_in=1, copies_out=1),
     "min-p": Work(nodes=23, copies_in=1, copies_out=1),
     "min_tokens": Work(nodes=23, copies_in=1, copies_out=1),
-    "log-probability": Work(nodes=23, copies_in=1, copies_out=2),
-    "five log-probabilities": Work(nodes=23, copies_in=1, copies_out=2),
+    "log-probability": Work(nodes=23, copies_in=1, copies_out=1),
+    "five log-probabilities": Work(nodes=23, copies_in=1, copies_out=1),
     "presence penalty": Work(nodes=23, copies_in=1, copies_out=1),
     "frequency penalty": Work(nodes=23, copies_in=1, copies_out=1),
     "repetition penalty": Work(nodes=23, copies_in=1, copies_out=1),
     "bias": Work(nodes=23, copies_in=1, copies_out=1),
     "more biases than a kernel takes": Work(triton=10, torch=49, copies_in=18, copies_out=1),
-    "grammar": Work(nodes=23, copies_in=2, copies_out=1),
-    "one of each": Work(nodes=23, copies_in=1, copies_out=2),
+    "grammar": Work(nodes=23, copies_in=1, copies_out=1),
+    "one of each": Work(nodes=23, copies_in=1, copies_out=1),
     "a greedy row joins": Work(nodes=23, torch=1, copies_in=1, copies_out=1),
     "a penalised row joins": Work(nodes=23, torch=5, copies_in=1, copies_out=1),
     "prompt": Work(nodes=28, torch=1, copies_in=1, copies_out=1),
     "prompt and rows": Work(nodes=28, torch=1, copies_in=1, copies_out=1),
     "part of a prompt and rows": Work(nodes=28, torch=1, copies_in=1, copies_out=1),
-    "scored prompt": Work(triton=14, torch=69, copies_in=2, copies_out=2),
-    "last row pooled": Work(triton=10, torch=20, copies_in=1, copies_out=2),
-    "all rows pooled": Work(triton=10, torch=24, copies_in=1, copies_out=2),
+    "scored prompt": Work(triton=14, torch=67, copies_in=1, copies_out=1),
+    "last row pooled": Work(triton=10, torch=21, copies_in=1, copies_out=1),
+    "all rows pooled": Work(triton=10, torch=25, copies_in=1, copies_out=1),
     "greedy without graphs": Work(triton=10, torch=11, copies_in=1, copies_out=1),
     "drawn without graphs": Work(triton=10, torch=11, copies_in=1, copies_out=1),
+    "log-probabilities without graphs": Work(triton=10, torch=11, copies_in=1, copies_out=1),
+    "grammar without graphs": Work(triton=10, torch=11, copies_in=2, copies_out=1),
     "batch-invariant": Work(nodes=25, copies_in=1, copies_out=1),
     "GPT-2 small, batch 1": Work(nodes=83, copies_in=1, copies_out=1),
     "GPT-2 small, batch 64": Work(nodes=83, copies_in=1, copies_out=1),
@@ -215,6 +217,8 @@ def notes_of_kinds(directory: Path) -> dict[str, list[Note]]:
     found = {kind: gpu.notes_of(make()) for kind, make in KINDS.items()}
     found["greedy without graphs"] = eager.notes_of(decoding())
     found["drawn without graphs"] = eager.notes_of(decoding(SAMPLING["drawn from all"]))
+    found["log-probabilities without graphs"] = eager.notes_of(decoding(SAMPLING["five log-probabilities"]))
+    found["grammar without graphs"] = eager.notes_of(under_grammars())
     found["batch-invariant"] = invariant.notes_of(decoding())
     for name, model in (("GPT-2 small", gpt2(directory, 12)), ("Qwen3-0.6B", qwen3(directory))):
         whole = FakeGpu(model, NUM_SLOTS)

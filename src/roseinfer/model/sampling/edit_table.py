@@ -36,13 +36,33 @@ def edit_bytes(num_slots: int, vocab_size: int, max_model_len: int) -> int:
     return 4 * num_slots * (words + num_mask_words(vocab_size) + 1)
 
 
-def _padded(vocab_size: int) -> int:
-    return -(-vocab_size // 16) * 16
+def _padded(num_words: int) -> int:
+    return -(-num_words // 16) * 16
 
 
 def num_mask_words(vocab_size: int) -> int:
     """Words of 32 bits of a mask, which has a bit for each token."""
     return -(-vocab_size // 32)
+
+
+class MaskArea:
+    """How masks of grammars lie in a piece of memory: the masks, and behind them the row of each slot's among them.
+
+    They end where it ends, however many there are: so they travel with what lies behind, in one copy of what is used.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int) -> None:
+        self._width = num_mask_words(vocab_size)
+        self.first_slot = _padded((num_slots + MAX_STEP_DRAFTS) * self._width)
+        self.num_words = self.first_slot + _padded(num_slots)
+
+    def write(self, masks: TokenMasks, words: npt.NDArray[np.int32]) -> int:
+        """Put masks into `num_words` words; returns where they begin. Of several of a slot the last counts."""
+        bits, end = masks.bits(), self.first_slot // self._width
+        first = end - len(bits)
+        words[first * self._width : end * self._width] = bits.view(np.int32).ravel()
+        words[[self.first_slot + slot for slot, _ in masks.rows]] = np.arange(first, end)
+        return first * self._width
 
 
 class EditTable:
@@ -55,7 +75,9 @@ class EditTable:
         max_model_len: int,
         device: torch.device,
         outbox: Outbox | None = None,
+        masks: torch.Tensor | None = None,
     ) -> None:
+        """`masks` is memory of a `MaskArea` that others write too."""
         self._outbox = outbox or Outbox(device)
         # Rows begin at multiples of 64 bytes, or a kernel would read them word by word.
         width = _padded(vocab_size)
@@ -64,9 +86,10 @@ class EditTable:
         self.biases = torch.zeros(num_slots, MAX_BIASES + 1, device=device)
         self.history = torch.zeros(num_slots, max_model_len, dtype=torch.int32, device=device)  # known tokens
         self.records = torch.zeros(num_slots, EDIT.itemsize // 4, dtype=torch.int32, device=device)
-        # The row of each slot's mask among those that follow, and these [rows, words of a mask].
-        num_masks = num_slots + MAX_STEP_DRAFTS
-        self.masks = torch.zeros(num_slots + num_masks * num_mask_words(vocab_size), dtype=torch.int32, device=device)
+        self.mask_area = MaskArea(num_slots, vocab_size)
+        if masks is None:
+            masks = torch.zeros(self.mask_area.num_words, dtype=torch.int32, device=device)
+        self.masks = masks
         self.is_held: npt.NDArray[np.bool_] = np.ones(num_slots, np.bool_)
         self._kinds = np.zeros(num_slots, np.int32)
         self._num_prompt_tokens = np.zeros(num_slots, np.int64)
@@ -114,12 +137,10 @@ class EditTable:
             self._outbox.put(self.biases[binding.slot, 1 : len(biases) + 1].copy_, numbers)
 
     def send_masks(self, masks: TokenMasks) -> None:
-        """Use these masks for the tokens that are drawn next, in one copy. Of several of a slot the last counts."""
-        bits, num_slots = masks.bits(), len(self.is_held)
-        sent = np.zeros(num_slots + bits.size, np.int32)
-        sent[[slot for slot, _ in masks.rows]] = np.arange(len(bits))
-        sent[num_slots:] = bits.view(np.int32).ravel()
-        _put(self.masks[: len(sent)], sent)
+        """Use these masks for the tokens that are drawn next, in a copy of their own."""
+        words = np.zeros(self.mask_area.num_words, np.int32)
+        first = self.mask_area.write(masks, words)
+        _put(self.masks[first:], words[first:])
 
     def note_stale(self, slots: Int32Array) -> None:
         """Note that tokens of these slots were drawn, or drafted, by others than the kernels."""

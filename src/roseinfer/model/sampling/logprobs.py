@@ -7,8 +7,10 @@ import numpy as np
 import torch
 
 from roseinfer.engine.core.batch import Int32Array, ScoredRow, Scores
-from roseinfer.messages import TokenLogprobs
+from roseinfer.messages import MAX_LOGPROBS, TokenLogprobs
 from roseinfer.model.sampling.slot_table import Int64Array
+
+SCORE_WIDTH = 3 + 2 * MAX_LOGPROBS  # numbers of a row in `PackedLogprobs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +22,13 @@ class LogprobRows:
     ranks: torch.Tensor  # [len(rows)]
     likeliest: list[tuple[list[int], torch.Tensor, torch.Tensor]]  # indices into `rows`, ids and logprobs [., k]
 
-    def fetch(self) -> "LogprobRows":
-        """Queue the copies to the host, complete when the step's event has passed; torch keeps the pinned memory."""
-        likeliest = [(rows, _fetched(ids), _fetched(values)) for rows, ids, values in self.likeliest]
-        return replace(self, logprobs=_fetched(self.logprobs), ranks=_fetched(self.ranks), likeliest=likeliest)
+    def tensors(self) -> list[torch.Tensor]:
+        """All that is brought to the host."""
+        return [self.ranks, *_scores(self)]
+
+    def on_host(self, tensors: Iterator[torch.Tensor]) -> "LogprobRows":
+        """The same with these `tensors` in place of its own."""
+        return _with_scores(replace(self, ranks=next(tensors)), tensors)
 
     def to_host(self, num_rows: int) -> list[TokenLogprobs | None]:
         """One entry for each row of the batch, None for those without log-probabilities."""
@@ -40,29 +45,33 @@ class LogprobRows:
 
 @dataclass(frozen=True, slots=True)
 class PackedLogprobs:
-    """As `LogprobRows`, of a whole batch in one tensor, so that one copy brings them."""
+    """As `LogprobRows`, of a whole batch in one tensor with the tokens, so that one copy brings all."""
 
-    counts: Int32Array  # [rows] of the likeliest tokens, negative for rows that want nothing
-    numbers: torch.Tensor  # float64 [rows, 2 + 2n]: logprob, rank, ids of n likeliest tokens, and their logprobs
+    counts: Int32Array  # [rows] of the likeliest tokens, negative for rows that have nothing but a token
+    # float64, which holds ids exactly [rows, 3 + 2n]: token, logprob, rank, ids of n likeliest tokens, their logprobs.
+    numbers: torch.Tensor
 
-    def fetch(self) -> "PackedLogprobs":
-        """Queue the copy to the host, complete when the step's event has passed."""
-        return replace(self, numbers=_fetched(self.numbers))
+    def tensors(self) -> list[torch.Tensor]:
+        """All that is brought to the host."""
+        return [self.numbers]
+
+    def on_host(self, tensors: Iterator[torch.Tensor]) -> "PackedLogprobs":
+        """The same with the next of these `tensors` in place of its own."""
+        return replace(self, numbers=next(tensors))
 
     def to_host(self, num_rows: int) -> list[TokenLogprobs | None]:
         """One entry for each row of the batch, None for those without log-probabilities."""
-        width = self.numbers.shape[1] // 2 - 1
+        width = (self.numbers.shape[1] - 3) // 2
         result: list[TokenLogprobs | None] = [None] * num_rows
         for row, count in enumerate(self.counts.tolist()):
             if count >= 0:
-                logprob, rank, *likeliest = self.numbers[row].tolist()
+                _, logprob, rank, *likeliest = self.numbers[row].tolist()
                 ids, logprobs = likeliest[:count], likeliest[width : width + count]
                 result[row] = TokenLogprobs(logprob, int(rank), [int(token_id) for token_id in ids], logprobs)
         return result
 
 
 Logprobs = LogprobRows | PackedLogprobs
-Likeliest = list[tuple[list[int], torch.Tensor, torch.Tensor]]  # as in `LogprobRows`
 
 
 def rows_by_count(counts: Int32Array) -> list[tuple[int, Int64Array]]:
@@ -70,13 +79,17 @@ def rows_by_count(counts: Int32Array) -> list[tuple[int, Int64Array]]:
     return [(count, np.flatnonzero(counts == count)) for count in sorted(set(counts.tolist()))]
 
 
-def _tensors(likeliest: Likeliest) -> Iterator[torch.Tensor]:
-    for _rows, ids, values in likeliest:
-        yield from (ids, values)
+def _scores(piece: LogprobRows) -> list[torch.Tensor]:
+    """All but the ranks."""
+    return [piece.logprobs, *(tensor for _rows, *pair in piece.likeliest for tensor in pair)]
 
 
-def _fetched(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to("cpu", non_blocking=True)
+def _with_scores(piece: LogprobRows, tensors: Iterator[torch.Tensor]) -> LogprobRows:
+    """The piece with these in place of its `_scores`."""
+    logprobs = next(tensors)
+    return replace(
+        piece, logprobs=logprobs, likeliest=[(rows, next(tensors), next(tensors)) for rows, *_ in piece.likeliest]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +99,19 @@ class PromptScores:
     scored: Sequence[ScoredRow]  # at least one
     pieces: Sequence[LogprobRows]
 
-    def fetch(self) -> "PromptScores":
-        """Queue one copy of everything to the host, complete when the step's event has passed. Ranks stay."""
-        parts = [part for piece in self.pieces for part in (piece.logprobs, *_tensors(piece.likeliest))]
-        numbers = _fetched(torch.cat([part.double().flatten() for part in parts]))  # float64 holds ids exactly
-        on_host = iter(torch.split(numbers, [part.numel() for part in parts]))
-        pieces = []
-        for piece in self.pieces:
-            logprobs = next(on_host)
-            likeliest = [
-                (rows, next(on_host).view(ids.shape), next(on_host).view(values.shape))
-                for rows, ids, values in piece.likeliest
-            ]
-            pieces.append(replace(piece, logprobs=logprobs, likeliest=likeliest))
-        return PromptScores(self.scored, pieces)
+    def tensors(self) -> list[torch.Tensor]:
+        """All that is brought to the host. Ranks stay."""
+        return [tensor for piece in self.pieces for tensor in _scores(piece)]
+
+    def on_host(self, tensors: Iterator[torch.Tensor]) -> "PromptScores":
+        """The same with these `tensors` in place of its own."""
+        return PromptScores(self.scored, [_with_scores(piece, tensors) for piece in self.pieces])
 
     def to_host(self) -> tuple[Scores, ...]:
         """The scores of each row."""
         num_tokens = sum(len(row.next_token_ids) for row in self.scored)
         width = max(row.num_likeliest for row in self.scored)
-        logprobs = np.concatenate([piece.logprobs.numpy() for piece in self.pieces])
+        logprobs = np.concatenate([piece.logprobs.numpy() for piece in self.pieces], dtype=np.float64)
         ids, values = np.zeros((num_tokens, width), np.int32), np.zeros((num_tokens, width), np.float64)
         start = 0
         for piece in self.pieces:

@@ -65,12 +65,15 @@ class Sampler:
         kernels: Kernels | None = None,
         max_model_len: int = 0,
         outbox: Outbox | None = None,
+        masks: torch.Tensor | None = None,
     ) -> None:
         """`max_model_len` sizes the history of each slot on a GPU with Triton.
 
-        Whoever gives an `outbox` sends what was put there before a graph is replayed; `sample` sends what still waits.
+        The giver of an `outbox` and of `masks` (see `EditTable`) sends what was put there, and the masks of the rows,
+        before a graph is replayed; `sample` sends what still waits, and its rows' masks.
         """
         self._outbox = outbox or Outbox(device)
+        self._masks = masks
         self._table = SlotTable(num_slots, vocab_size, device, self._outbox)
         self._device = device
         self._edit_table: EditTable | None = None
@@ -88,7 +91,7 @@ class Sampler:
         from roseinfer.model.sampling.triton import TritonSampling  # imports triton, which a CPU may lack
 
         num_slots, vocab_size = len(self._table.host), self._table.vocab_size
-        self._edit_table = EditTable(num_slots, vocab_size, max_model_len, self._device, self._outbox)
+        self._edit_table = EditTable(num_slots, vocab_size, max_model_len, self._device, self._outbox, self._masks)
         self._backend = TritonSampling(self._table, self._device, self._edit_table)
         self._edits = LogitsEdits(num_slots, self._device, self._edit_table.history, self._outbox)
 
@@ -124,7 +127,7 @@ class Sampler:
         edited = self._edited_rows(slots, drafted)
         with self._barred(logits, edited, slots, positions):
             if not len(edited) and self._edit_table is not None and on_device is not None:
-                self._refresh(slots, positions)
+                self.refresh(slots, positions)
                 tokens = self._backend.choose(logits, *on_device)
             else:
                 tokens = self._tokens(logits, edited, slots, positions)
@@ -160,7 +163,7 @@ class Sampler:
     ) -> torch.Tensor:
         """The next token of each row; rows with edits are drawn from a copy."""
         if not len(edited):
-            self._refresh(slots, positions)
+            self.refresh(slots, positions)
             return self._backend.tokens(logits, slots, positions)
         tokens = self._tokens_of_others(logits, edited, slots, positions)
         for rows in np.split(edited, range(GROUP, len(edited), GROUP)):
@@ -184,7 +187,7 @@ class Sampler:
             return tokens
         if self._edit_table is None:  # cheaper than a copy of the others' logits
             return self._backend.tokens(logits, slots, positions)
-        self._refresh(slots[others], positions[others])
+        self.refresh(slots[others], positions[others])
         on_device = to_device(others, self._device)
         drawn = self._backend.tokens(logits.index_select(0, on_device), slots[others], positions[others])
         return tokens.index_copy_(0, on_device, drawn)
@@ -194,12 +197,8 @@ class Sampler:
         if masks is not None and self._edit_table is not None:
             self._edit_table.send_masks(masks)
 
-    def prepare(self, slots: Int32Array, positions: Int32Array, masks: TokenMasks | None) -> None:
-        """Send what `sample_captured` reads of these rows besides the slots' parameters, before a graph is replayed."""
-        self._refresh(slots, positions)
-        self._stage_masks(masks)
-
-    def _refresh(self, slots: Int32Array, positions: Int32Array) -> None:
+    def refresh(self, slots: Int32Array, positions: Int32Array) -> None:
+        """Count what the kernels have not, before a graph with these rows is replayed."""
         if self._edit_table is not None:
             self._edit_table.refresh(slots, positions)
 

@@ -6,11 +6,10 @@ import torch
 from roseinfer.engine.core.batch import MAX_STEP_DRAFTS, Int32Array
 from roseinfer.model.device_stream import to_device
 from roseinfer.model.sampling.edit_table import EditTable
-from roseinfer.model.sampling.logprobs import PackedLogprobs
+from roseinfer.model.sampling.logprobs import SCORE_WIDTH, PackedLogprobs
 from roseinfer.model.sampling.slot_table import SlotTable
 from roseinfer.model.sampling.torch import TorchSampling
 from roseinfer.model.triton_kernels import sampling as kernels
-from roseinfer.model.triton_kernels.logprobs import SCORE_WIDTH
 
 
 class TritonSampling(TorchSampling):

@@ -18,6 +18,7 @@ from roseinfer.engine.core.batch import Int32Array, ScheduledBatch, Watch
 from roseinfer.engine.core.stopwatch import unwatched
 from roseinfer.model.attention.base import DeviceTokens, PackedTokens
 from roseinfer.model.device_stream import Event, Outbox, Stream
+from roseinfer.model.sampling.edit_table import MaskArea
 from roseinfer.model.steps.graphs import GraphSize
 
 IntArray = npt.NDArray[np.integer[Any]]
@@ -38,11 +39,12 @@ class Layout:
     follow behind the last field.
     """
 
-    def __init__(self, num_rows: int, num_tokens: int) -> None:
+    def __init__(self, num_rows: int, num_tokens: int, begin: int = 0) -> None:
+        """The first field begins at the word `begin`."""
         self.places: dict[
             str, tuple[slice, np.dtype[np.integer[Any]]]
         ] = {}  # words, and the type that they are read as
-        self.num_words = 0
+        self.num_words = begin  # up to the end of the last field
         # Graphs of decode rows alone bring the block of each row's token.
         self._add("last_entries", num_rows, _WIDE)  # its index in the block table
         self._add("last_blocks", num_rows, _NARROW)
@@ -53,7 +55,7 @@ class Layout:
         self._add("starts", num_rows, _NARROW)
         self._add("query_starts", num_rows + 1, _NARROW)
         self._add("token_positions", num_tokens, _WIDE)
-        self.decode_words = slice(0, self.num_words)
+        self.decode_words = slice(begin, self.num_words)
         # Steps with other rows than those that decode have these too.
         self._add("sampled_tokens", num_rows, _WIDE)  # index of the last token of each row that samples
         self._add("sampled_slots", num_rows, _WIDE)
@@ -93,8 +95,10 @@ class Arenas:
     only after the copy that read it. On a CPU there is one, and the device's words are that memory itself.
     """
 
-    def __init__(self, stream: Stream, num_words: int) -> None:
+    def __init__(self, stream: Stream, num_words: int, first_word: int) -> None:
+        """Fields begin at `first_word`."""
         self._stream = stream
+        self._first_word = first_word
         num_arenas = 1 if stream.is_host else 2
         self._arenas = [
             Arena(index, stream.new_host_tensor(num_words, torch.int32), stream.new_event())
@@ -108,7 +112,7 @@ class Arenas:
 
     def _new_fields(self, num_rows: int, num_tokens: int) -> StepFields:
         """The fields of a step with this number of rows and tokens."""
-        layout = Layout(num_rows, num_tokens)
+        layout = Layout(num_rows, num_tokens, self._first_word)
         host = [
             {name: arena.words[words].numpy().view(dtype) for name, (words, dtype) in layout.places.items()}
             for arena in self._arenas
@@ -196,15 +200,24 @@ class StagedStep:
 class InputStaging:
     """Sends steps to the device, and keeps the device's block table. One thread uses it."""
 
-    def __init__(self, stream: Stream, sizes: StagingSizes, padded_rows: Callable[[int], int]) -> None:
-        """`padded_rows`: see Placement."""
+    def __init__(
+        self,
+        stream: Stream,
+        sizes: StagingSizes,
+        padded_rows: Callable[[int], int],
+        mask_area: MaskArea | None = None,
+    ) -> None:
+        """`padded_rows`: see Placement. Masks of the rows of graphs lie in `mask_area`, before the step's fields."""
         self._is_host = stream.is_host
+        self._mask_area = mask_area
         self._sizes = sizes
         self._padded_rows = padded_rows
         self.spare_slot = sizes.num_slots
         max_entries = 0 if stream.is_host else sizes.num_slots * sizes.max_blocks
-        num_words = Layout(sizes.max_rows, sizes.max_tokens).num_words
-        self.arenas = Arenas(stream, num_words + _ENTRY_WORDS * max_entries)
+        num_mask_words = 0 if mask_area is None else mask_area.num_words
+        num_words = Layout(sizes.max_rows, sizes.max_tokens, num_mask_words).num_words
+        self.arenas = Arenas(stream, num_words + _ENTRY_WORDS * max_entries, num_mask_words)
+        self.masks = self.arenas.words[:num_mask_words]
         self.outbox = Outbox(stream.device)  # what is put here travels with the next step
         num_table_rows = 0 if stream.is_host else sizes.num_slots + 1  # on a CPU the scheduler's own table serves
         self.block_table = torch.zeros(num_table_rows, sizes.max_blocks, dtype=torch.int32, device=stream.device)
@@ -232,7 +245,7 @@ class InputStaging:
         step = self._pack_decode(batch, fields, host) if is_decode else self._pack(batch, fields, host)
         if not self._is_host:
             self._put_rows(batch, host, step.packed.query_starts)
-            self._send_with_entries(batch, arena, fields, watch)
+            self._send_with_entries(batch, arena, fields, fields.layout.step_words.start, watch)
         return step
 
     def _pack_decode(self, batch: ScheduledBatch, fields: StepFields, host: dict[str, IntArray]) -> StagedStep:
@@ -342,14 +355,16 @@ class InputStaging:
         ends = (batch.starts + batch.num_new_tokens)[batch.samples]
         host["next_positions"][: len(ends)] = ends
 
-    def _send_with_entries(self, batch: ScheduledBatch, arena: Arena, fields: StepFields, watch: Watch) -> None:
-        """Send everything in one copy, and put the new entries into the device's block table."""
+    def _send_with_entries(
+        self, batch: ScheduledBatch, arena: Arena, fields: StepFields, start: int, watch: Watch
+    ) -> None:
+        """Send everything from the word `start` on in one copy; put the new entries into the device's block table."""
         entries, blocks = self._new_entries(batch)
         first, count = fields.layout.num_words, len(entries)
         host_entries, host_blocks = _entries(arena.words, first, count)
         host_entries.numpy()[:] = entries
         host_blocks.numpy()[:] = blocks
-        self.arenas.send(arena, slice(fields.layout.step_words.start, first + _ENTRY_WORDS * count), watch, self.outbox)
+        self.arenas.send(arena, slice(start, first + _ENTRY_WORDS * count), watch, self.outbox)
         if count:
             self.block_table.view(-1).scatter_(0, *_entries(self.arenas.words, first, count))
 
@@ -369,6 +384,15 @@ class InputStaging:
         return rows * self._sizes.max_blocks + columns, batch.block_table[rows, columns]
 
     # --- steps that a graph holds ---
+
+    def _with_masks(self, batch: ScheduledBatch | None, arena: Arena, words: slice) -> slice:
+        """The words to send: with the masks of the batch's rows, if it has any, which are written now.
+
+        The graph draws the tokens, so its masks cannot be computed while it runs, as those of other steps are.
+        """
+        if batch is None or batch.masks is None or self._mask_area is None:
+            return words
+        return slice(self._mask_area.write(batch.masks, arena.words[: self._mask_area.num_words].numpy()), words.stop)
 
     def stage_decode(self, batch: ScheduledBatch | None, num_rows: int, watch: Watch = unwatched) -> None:
         """Send rows that decode, filled up to `num_rows`, to where `decode_step(num_rows)` reads them.
@@ -390,7 +414,8 @@ class InputStaging:
         host["starts"][:] = host["token_positions"]
         np.add(host["token_positions"], 1, out=host["next_positions"])
         host["query_starts"][:] = self._counting[: num_rows + 1]
-        self.arenas.send(arena, fields.layout.decode_words, watch, self.outbox)
+        words = self._with_masks(batch, arena, fields.layout.decode_words)
+        self.arenas.send(arena, words, watch, self.outbox)
 
     def _put_decode_rows(self, batch: ScheduledBatch, host: dict[str, IntArray]) -> None:
         """Write the rows' slots and positions, and the entry of the block table that each row's token needs.
@@ -446,7 +471,8 @@ class InputStaging:
         if batch is None:
             self.arenas.send(arena, fields.layout.step_words, watch, self.outbox)
         else:
-            self._send_with_entries(batch, arena, fields, watch)
+            words = self._with_masks(batch, arena, fields.layout.step_words)
+            self._send_with_entries(batch, arena, fields, words.start, watch)
 
     def prompt_step(self, size: GraphSize) -> StagedStep:
         """The step that `stage_prompts` sends, at addresses that never change."""

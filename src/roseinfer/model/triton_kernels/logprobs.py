@@ -8,6 +8,7 @@ from typing import NamedTuple
 import triton.language as tl
 
 from roseinfer.messages import MAX_LOGPROBS
+from roseinfer.model.sampling.logprobs import SCORE_WIDTH
 from roseinfer.model.triton_kernels.language import Pointer, kernel
 from roseinfer.model.triton_kernels.logits import (
     Logits,
@@ -18,7 +19,6 @@ from roseinfer.model.triton_kernels.logits import (
 )
 
 PADDED_LIKELIEST = 32  # the power of two from `MAX_LOGPROBS` on
-SCORE_WIDTH = 2 + 2 * MAX_LOGPROBS  # numbers of a row: logprob, rank, ids of the likeliest tokens, their logprobs
 
 _NEVER = tl.constexpr(-0x80000000)  # below all keys
 _MAX_LIKELIEST = tl.constexpr(MAX_LOGPROBS)
@@ -33,7 +33,7 @@ class Scores(NamedTuple):
     masses: Pointer  # float32 [1] sum of exp(logit - the piece's largest)
     keys: Pointer  # int32 [PADDED_LIKELIEST] of the likeliest tokens
     ids: Pointer  # int32 [PADDED_LIKELIEST]
-    numbers: Pointer  # float64 [rows, SCORE_WIDTH]
+    numbers: Pointer  # float64 [rows, SCORE_WIDTH], as in `PackedLogprobs`
 
 
 @kernel()
@@ -53,6 +53,12 @@ def score_piece(
 
 
 @kernel()
+def note_drawn(scores: Scores, row: tl.tensor, token: tl.tensor) -> None:
+    """Leave the row's token beside its log-probabilities."""
+    tl.store(scores.numbers + row * _WIDTH, token.to(tl.float64))
+
+
+@kernel()
 def score_row(
     logits: Logits, scores: Scores, row: tl.tensor, raw_peaks: tl.tensor, token: tl.tensor, count: tl.tensor
 ) -> None:
@@ -69,8 +75,8 @@ def score_row(
         raw = raw_values_at(logits, row, columns, columns < logits.width)
         rank += tl.sum((raw > own).to(tl.int32), axis=0)
     numbers = scores.numbers + row * _WIDTH
-    tl.store(numbers, own.to(tl.float64) - norm)
-    tl.store(numbers + 1, rank.to(tl.float64))
+    tl.store(numbers + 1, own.to(tl.float64) - norm)
+    tl.store(numbers + 2, rank.to(tl.float64))
     index = tl.arange(0, logits.padded_pieces * _PADDED)
     at = row * logits.num_pieces * _PADDED + index
     is_found = (index // _PADDED < logits.num_pieces) & (index % _PADDED < count)
@@ -78,6 +84,6 @@ def score_row(
     for place in range(count):
         key, best = tl.max(keys, axis=0, return_indices=True)
         found = tl.load(scores.ids + row * logits.num_pieces * _PADDED + best)
-        tl.store(numbers + 2 + place, found.to(tl.float64))
-        tl.store(numbers + 2 + _MAX_LIKELIEST + place, value_of(key).to(tl.float64) - norm)
+        tl.store(numbers + 3 + place, found.to(tl.float64))
+        tl.store(numbers + 3 + _MAX_LIKELIEST + place, value_of(key).to(tl.float64) - norm)
         keys = tl.where(index == best, _NEVER, keys)

@@ -28,7 +28,7 @@ from roseinfer.model.triton_kernels.logits import (
     raw_values_at,
     values_at,
 )
-from roseinfer.model.triton_kernels.logprobs import PADDED_LIKELIEST, Scores, score_piece, score_row
+from roseinfer.model.triton_kernels.logprobs import PADDED_LIKELIEST, Scores, note_drawn, score_piece, score_row
 
 _GROUP_TILE = 4096  # groups that one program looks at together, at most
 
@@ -72,9 +72,9 @@ def choose(
     """The next token of each row of logits [rows, vocab_size], by the parameters and edits of its slot.
 
     slots and positions [rows] are integers on the device -> ids [rows] int64, `NO_TOKEN` where the model's largest
-    logit is not finite and `OWN_FAULT` where only edits made it so. Where slots ask for log-probabilities they go to
-    `numbers` float64 [rows, SCORE_WIDTH]. Without it logits are drawn from as they are, no token is counted, and there
-    are no log-probabilities. Nothing waits for the device.
+    logit is not finite and `OWN_FAULT` where only edits made it so. They go to `numbers` float64 [rows, SCORE_WIDTH]
+    too, with log-probabilities where slots ask for them. Without it logits are drawn from as they are, no token is
+    counted, and there are no log-probabilities. Nothing waits for the device.
     """
     num_rows = len(logits)
     rows = logits_of(logits, table, edits, are_changed=numbers is not None)
@@ -197,7 +197,10 @@ def _join_pieces(
         count = tl.load(scores.counts + record * 2)
         if count >= 0:
             score_row(logits, scores, row, raw_peaks, tl.where(is_sound, token, 0), count)
-    tl.store(ids + row, tl.where(is_sound, token.to(tl.int64), failed))
+    drawn = tl.where(is_sound, token.to(tl.int64), failed)
+    tl.store(ids + row, drawn)
+    if logits.are_changed:
+        note_drawn(scores, row, drawn)
     if is_sound:
         note_token(logits, slot, position, token)
 

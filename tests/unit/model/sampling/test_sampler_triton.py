@@ -10,6 +10,7 @@ import torch
 from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT, SlotBinding
 from roseinfer.messages import SamplingParams, TokenLogprobs
 from roseinfer.model.sampling.edit_table import EditTable
+from roseinfer.model.sampling.logprobs import SCORE_WIDTH
 from roseinfer.model.sampling.sampler import Sampler
 from roseinfer.model.sampling.slot_table import SlotTable
 from roseinfer.model.sampling.torch import TorchSampling
@@ -69,9 +70,11 @@ def both(
 
     vocab_size = logits.shape[1]
     table, edits = table_of(vocab_size, owners), EditTable(len(owners), vocab_size, 0, CPU)
-    numbers = torch.zeros(len(logits), 42, dtype=torch.float64)
+    numbers = torch.zeros(len(logits), SCORE_WIDTH, dtype=torch.float64)
     expected = TorchSampling(table, CPU).tokens(logits, slots.int().numpy(), positions.int().numpy())
-    return choose(logits, slots, positions, table, edits, numbers).tolist(), expected.tolist()
+    computed = choose(logits, slots, positions, table, edits, numbers).tolist()
+    assert numbers[:, 0].tolist() == computed
+    return computed, expected.tolist()
 
 
 def both_of_view(numbers: torch.Tensor, slots: torch.Tensor, num_behind: int) -> tuple[list[int], list[int]]:
@@ -214,7 +217,7 @@ def edited(owners: Sequence[SamplingParams], vocab_size: int, num_steps: int) ->
         told[0].append(kernels.sample(rows, slots, positions)[0].tolist())
         told[2].append(textbook.sample(rows, slots, positions)[0].tolist())
         if captured.can_capture(slots, positions):
-            captured.prepare(slots, positions, None)
+            captured.refresh(slots, positions)
             tokens = captured.sample_captured(rows, torch.from_numpy(slots), torch.from_numpy(positions))
             told[1].append(tokens.tolist())
     return told
@@ -276,14 +279,14 @@ def told_logprobs(vocab_size: int) -> list[list[TokenLogprobs | None]]:
     for sampler in (kernels, textbook):
         _, logprobs = sampler.sample(rows, slots, positions)
         assert logprobs is not None
-        told.append(logprobs.fetch().to_host(len(owners)))
+        told.append(logprobs.to_host(len(owners)))
     captured, _ = samplers(owners, vocab_size)
     assert captured.can_capture(slots, positions)
-    captured.prepare(slots, positions, None)
+    captured.refresh(slots, positions)
     captured.sample_captured(rows, torch.from_numpy(slots), torch.from_numpy(positions))
     logprobs = captured.captured_logprobs(slots)
     assert logprobs is not None
-    return [*told, logprobs.fetch().to_host(len(owners))]
+    return [*told, logprobs.to_host(len(owners))]
 
 
 @pytest.mark.parametrize("vocab_size", [25, 9001])
@@ -317,7 +320,7 @@ def masked(params: SamplingParams) -> list[list[int]]:
         told[0] += kernels.sample(rows, slots, positions, test_logit_edits.masks())[0].tolist()
         told[2] += textbook.sample(rows, slots, positions, test_logit_edits.masks())[0].tolist()
         assert captured.can_capture(slots, positions)
-        captured.prepare(slots, positions, test_logit_edits.masks())
+        captured._stage_masks(test_logit_edits.masks())  # a graph's come with the step
         told[1] += captured.sample_captured(rows, torch.from_numpy(slots), torch.from_numpy(positions)).tolist()
     return told
 

@@ -1,8 +1,10 @@
 """A step's integers on the device: what they say, how they travel, and what of the block table travels with them."""
 
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -10,10 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roseinfer.engine.core.batch import Int32Array, ScheduledBatch
+from roseinfer.engine.core.constraint import Constraint, Matcher, TokenMasks
+from roseinfer.messages import SamplingParams
 from roseinfer.model.device_stream import Outbox, Stream
+from roseinfer.model.sampling.edit_table import MaskArea
 from roseinfer.model.steps.graphs import GraphSize
 from roseinfer.model.steps.staging import InputStaging, Layout, StagedStep, StagingSizes
 from tests.unit.model.fake_device import LateStream
+from tests.unit.model.sampling.test_logit_edits import Fixed
 
 SIZES = StagingSizes(num_slots=6, max_rows=8, max_tokens=64, max_model_len=40, block_size=8, spare_block=99)
 TABLE: Int32Array = np.arange(30, dtype=np.int32).reshape(6, 5) + 100
@@ -194,6 +200,41 @@ def test_what_waits_travels_with_the_step_where_there_is_room(monkeypatch: pytes
     outbox.put(print, np.zeros(10_000, np.int64))
     staging.stage_decode(batch_of([(4, 10, 1)], 1), 2)
     assert flushed == [20_000]
+
+
+@pytest.mark.parametrize("rows", [[4, 2], [2]])
+def test_masks_travel_before_the_fields_of_a_graph(rows: list[int]) -> None:
+    """As many as there are, and what a graph reads stays where it is."""
+    stream, area = LateStream(), MaskArea(SIZES.num_slots + 1, 40)
+    staging = InputStaging(stream, SIZES, as_it_is, area)
+    masks = TokenMasks({(slot, 10): (constraint_of({slot, 33}), 0) for slot in rows})
+    for size in (GraphSize(8, 8, is_decode=True), GraphSize(16, 8)):
+        plain = batch_of([(slot, 9, 1) for slot in rows], len(rows) if size.is_decode else 0)
+        stage_for(staging, plain, size)
+        step = staging.decode_step(8) if size.is_decode else staging.prompt_step(size)
+        expected = step.slots.tolist()
+        stage_for(staging, msgspec.structs.replace(plain, masks=masks), size)
+        without, num_words = stream.copied_words
+        assert num_words - without <= 16 * 3 + 2 * len(rows), "the row of each slot's mask, and masks of two words"
+        assert step.slots.tolist() == expected
+        sent = staging.masks.numpy()
+        found = {slot: sent[2 * sent[area.first_slot + slot] :][:2].tolist() for slot in rows}
+        assert found == {slot: [1 << slot, 2] for slot in rows}
+        stream.copied_words.clear()
+        staging.masks.zero_()
+
+
+def stage_for(staging: InputStaging, batch: ScheduledBatch, size: GraphSize) -> None:
+    if size.is_decode:
+        staging.stage_decode(batch, size.num_rows)
+    else:
+        staging.stage_prompts(batch, size)
+
+
+def constraint_of(allowed: set[int]) -> Constraint:
+    matcher: Future[Matcher] = Future()
+    matcher.set_result(Fixed(allowed))
+    return Constraint(matcher, SamplingParams(), (), 40)
 
 
 def test_a_step_sends_what_it_uses() -> None:
