@@ -90,7 +90,7 @@ def test_the_limit_of_the_tests_is_over_before_their_time() -> None:
 def test_a_python_without_torch_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # an import of it fails
     monkeypatch.setattr(sys, "argv", ["suite", "gpu"])
-    with pytest.raises(SystemExit, match="has no torch: name with PYTHON one of 3.11 or newer that has torch"):
+    with pytest.raises(SystemExit, match=r"has no torch: name with PYTHON one of 3\.11 or newer that has torch"):
         suite.main()
 
 
