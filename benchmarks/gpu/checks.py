@@ -45,7 +45,7 @@ def run(command: Sequence[str], log: Path, limit_s: float, environment: dict[str
 
 def why(text: str, log: Path) -> str:
     """Why a run did not end well, from what it has printed."""
-    if "no tests ran" in text:
+    if "no tests ran" in text or "collected 0 items" in text:  # the former is not said beside a warning
         return "no test was collected"
     errors = ERRORS.findall(text)
     return f"{errors[-1]} by compute-sanitizer; see {log.name}" if errors else f"did not end well; see {log.name}"

@@ -26,6 +26,7 @@ def outcome(tmp_path: Path, ending: str, limit_s: float = 30.0) -> dict[str, obj
         ("sys.exit(1)", "did not end well; see x.log"),
         ("print('========= ERROR SUMMARY: 3 errors'); sys.exit(86)", "3 errors by compute-sanitizer; see x.log"),
         ("print('no tests ran in 0.1s'); sys.exit(5)", "no test was collected"),
+        ("print('collected 0 items'); print('1 warning in 0.1s'); sys.exit(5)", "no test was collected"),
     ],
 )
 def test_what_has_become_of_the_tests(tmp_path: Path, ending: str, note: str) -> None:
