@@ -84,10 +84,12 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
     memory.drop_code()
     memory.keep_freed_memory()
     clock.enter(LifecycleState.WARMUP, "warmup", "running the shapes that requests will have")
-    runner.warm_up(limits.max_num_batched_tokens)
+    costs = runner.warm_up(limits.max_num_batched_tokens)
     clock.stop()
     info = msgspec.structs.replace(runner.info, startup_s=clock.elapsed_s)
     pace = Pace.of(config.scheduler, config.cache.block_size, is_cpu=info.device == "cpu")
+    for size, duration_ns in costs:
+        pace.learn_size(size, duration_ns)
     scheduler = Scheduler(
         config.scheduler,
         config.cache,

@@ -1,6 +1,8 @@
 """What the wiring decides itself, without a server."""
 
 import logging
+import subprocess
+import sys
 from typing import Literal
 
 import msgspec
@@ -24,3 +26,19 @@ def test_a_gpu_launches_ahead_and_a_cpu_does_not_and_says_so_where_it_was_asked(
     with caplog.at_level(logging.WARNING):
         assert wiring._pipeline_depth(config, info) == depth
     assert ("runner.pipeline_depth" in caplog.text) == (wanted not in {"auto", depth})
+
+
+FIRST_BURST = """
+from roseinfer.config.options import Config
+from roseinfer.wiring import build_engine
+
+config = Config()
+pacer = build_engine(config, lambda _: None).scheduler._pacer
+assert pacer.most_prompt_tokens(num_rows=1, num_waiting=31) > 2 * config.cache.block_size
+"""
+
+
+def test_prompts_of_the_first_burst_are_cut_by_what_the_warm_up_took() -> None:
+    """In a process of its own, whose memory an engine may tune."""
+    done = subprocess.run([sys.executable, "-c", FIRST_BURST], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

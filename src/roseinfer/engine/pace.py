@@ -45,6 +45,10 @@ class Pace:
             self._num_at_once = min(self._num_at_once + 1, _MOST_AT_ONCE)
             self._learn()
 
+    def learn_size(self, size: StepSize, duration_ns: int) -> None:
+        """Note what a step of the warm-up took."""
+        self._costs.learn(size, duration_ns)
+
     def _learn(self) -> None:
         """Learn from the steps noted since the last time: together, since the model has the caches in between."""
         for counts, duration_ns in self._unlearned:

@@ -6,6 +6,7 @@ are not read. On a GPU most steps are one CUDA graph, filled up to its size (`mo
 """
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,8 +49,10 @@ from roseinfer.model.steps.warm_up_batches import (
     unheld_draw,
 )
 from roseinfer.records import LifecycleState
+from roseinfer.runtime.step_costs import StepSize
 
 _MAX_SCORED_ROWS = 128  # at a time: 26 MB of logits of GPT-2's vocabulary
+_MEASURED_ROWS, _MEASURED_TOKENS = 8, 32  # in the warm-up: a model of billions takes a second for them
 _MAX_WARM_ROWS = 1024  # a larger step takes many times as long as building its kernels
 _NUM_BUFFERS = 2  # a step is launched before the one before is read, at most
 # Errors of a request's parameters on the host, before anything of theirs is on the device.
@@ -376,11 +379,12 @@ class ModelRunner:
         self._last_token.index_copy_(0, step.sampled_slots, tokens.clamp(min=0))
         self._graph_tokens[: size.num_rows].copy_(tokens)
 
-    def warm_up(self, max_num_tokens: int) -> None:
+    def warm_up(self, max_num_tokens: int) -> list[tuple[StepSize, int]]:
         """Run each kind of sampling, and steps of every size up to `max_num_tokens`, once; then begin to keep weights.
 
         Call it before the first request: it writes into the first blocks of the cache. Packed weights are written to
-        their file only now, since writing gigabytes takes a processor that the steps want.
+        their file only now, since writing gigabytes takes a processor that the steps want. Returns the nanoseconds of
+        some steps, on a CPU.
         """
         graphs, self._graphs = self._graphs, None  # the steps that no graph serves come first
         self._build_linears(max_num_tokens)
@@ -410,9 +414,24 @@ class ModelRunner:
             # the graphs fails here, and not in a stream.
             self.launch(self._prompt_batch(max_num_tokens)).wait()
             self._warm_sampling()
+        costs = self._measure(prompt_length) if self._is_host else []
         self._last_token.zero_()
         if self._packed_cache is not None:
             self._packed_cache.write_soon()
+        return costs
+
+    def _measure(self, context: int) -> list[tuple[StepSize, int]]:
+        """Time steps that differ in rows and prompt tokens, so that the first burst of prompts is cut as later ones."""
+        num_rows = min(_MEASURED_ROWS, self._limits.max_decode_rows)
+        one, prompt = decode_batch(1, context), self._prompt_batch(min(_MEASURED_TOKENS, self._limits.max_tokens))
+        costs = []
+        for batch in (one, decode_batch(num_rows), prompt, one):
+            began_ns = time.monotonic_ns()
+            self.launch(batch).wait()
+            ends, num_decodes = batch.starts + batch.num_new_tokens, batch.num_device_rows
+            size = StepSize(num_decodes, batch.num_tokens - num_decodes, int(ends.sum()))
+            costs.append((size, time.monotonic_ns() - began_ns))
+        return costs
 
     def _report_graphs(self, graphs: CudaGraphs) -> None:
         decode, prompts = graphs.sizes(is_decode=True), graphs.sizes(is_decode=False)

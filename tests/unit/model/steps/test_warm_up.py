@@ -10,6 +10,7 @@ import torch
 
 from roseinfer.config.options import RunnerConfig
 from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
+from roseinfer.engine.pace import Pace
 from roseinfer.messages import SamplingParams
 from roseinfer.model.device import Scratch
 from roseinfer.model.runner import ModelRunner
@@ -133,8 +134,17 @@ def test_a_cpu_is_spared_what_costs_it_time(make_player: MakePlayer, monkeypatch
     monkeypatch.setattr(runner, "launch", noted)
     layers = record(monkeypatch, runner._attention, "prepare")
     runner.warm_up(200)
-    assert sizes == [(1, 8), (1, 1)] * len(WARM_UP_KINDS) + [(12, 12)]
+    measured = [(1, 1), (8, 8), (1, 32), (1, 1)]
+    assert sizes == [(1, 8), (1, 1)] * len(WARM_UP_KINDS) + [(12, 12)] + measured
     assert max(len(tokens.slots) for (tokens,) in layers) == 200  # type: ignore[attr-defined]
+
+
+def test_the_first_burst_of_prompts_is_cut_by_what_warm_steps_take(make_player: MakePlayer) -> None:
+    pace = Pace(target_ns=None, least=16, cuts=True)
+    assert pace.most_prompt_tokens(num_rows=1, num_waiting=31) == 16, "it knows nothing yet"
+    for size, duration_ns in make_player(Shape(), num_slots=12).runner.warm_up(200):
+        pace.learn_size(size, duration_ns)
+    assert pace.most_prompt_tokens(num_rows=1, num_waiting=31) >= 124
 
 
 def test_the_largest_prompt_of_a_cpu_runs_one_layer(make_player: MakePlayer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,4 +153,4 @@ def test_the_largest_prompt_of_a_cpu_runs_one_layer(make_player: MakePlayer, mon
     last = record(monkeypatch, player.runner._model._blocks[-1], "down")  # type: ignore[attr-defined]
     player.runner.warm_up(200)
     assert max(len(x) for (x,) in shapes) == 200  # type: ignore[arg-type]
-    assert max(len(x) for (x,) in last) == 12  # type: ignore[arg-type]
+    assert max(len(x) for (x,) in last) == 32, "a prompt that is measured"  # type: ignore[arg-type]
