@@ -32,6 +32,7 @@ from roseinfer.config.options import RunnerConfig
 from roseinfer.model.device import Placement, Quantization
 from roseinfer.model.kernels.library import LEVELS, SOURCE_DIR, Kernels, find_compiler, load_kernels
 from roseinfer.model.layers.linear import Linear
+from roseinfer.runtime import memory
 
 WIDTH, INNER = QWEN3_06B["hidden_size"], QWEN3_06B["intermediate_size"]
 HEADS, KV_HEADS, SIZE = (QWEN3_06B[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
@@ -50,7 +51,7 @@ FORMS: dict[str, tuple[Quantization, bool, float]] = {
 }
 ROOF_MIB = 256
 # Of a call, some hundredths of a second; and those of one lane in one instruction, where they are not four.
-PEAK_PRODUCTS = {"float32": 3 << 28, "bfloat16": 3 << 29, "int8": 3 << 29, "int4": 3 << 30}
+PEAK_PRODUCTS = {"float32": 3 << 28, "bfloat16": 3 << 31, "int8": 3 << 32, "int4": 3 << 30}
 PEAK_DEPTHS = {"float32": 1, "bfloat16": 2}
 
 
@@ -65,6 +66,8 @@ def main() -> int:
     if args.quick:
         args.layers, args.rounds = 1, 3
     torch.set_num_threads(args.threads)
+    memory.prefer_huge_pages()  # as an engine has it
+    memory.keep_freed_memory()
     kernels = load_kernels(RunnerConfig())
     sitting, results = Sitting("linears"), {}
     linears = {name: _linears(name, kernels, args.layers) for name in args.forms.split(",")}

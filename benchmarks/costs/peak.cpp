@@ -4,6 +4,9 @@
 
 #include "common.h"
 #include "dot.h"
+#ifdef __AMX_INT8__
+#include "tiles.h"
+#endif
 
 constexpr std::make_index_sequence<12> kChains;  // more than an instruction takes cycles, so that none waits
 
@@ -27,6 +30,46 @@ EXPORT void peak_float32(int64_t count, float* out) {
     repeat<Floats>(count, out, [](Floats sum, Floats x) { return multiply_add(x, x, sum); }, kChains);
 }
 
+#ifdef __AMX_INT8__
+
+// What linears multiply with at this level: four sums in tiles, of which a product is that of 256 registers.
+template <typename Step>
+static void repeat_tiles(int64_t count, float* out, const Step& step) {
+    alignas(64) uint8_t tile[kTileBytes] = {};
+    const TileScope scope(kTileRows);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_loadd(4, tile, kLineBytes);
+    _tile_loadd(5, tile, kLineBytes);
+    _tile_loadd(6, tile, kLineBytes);
+    _tile_loadd(7, tile, kLineBytes);
+    for (int64_t turn = 0; turn < count * 12 / (4 * 256); ++turn) step();
+    _tile_stored(0, tile, kLineBytes);
+    std::memcpy(out, tile, kLineBytes);
+}
+
+EXPORT void peak_int8(int64_t count, float* out) {
+    repeat_tiles(count, out, [] {
+        _tile_dpbssd(0, 4, 6);
+        _tile_dpbssd(1, 4, 7);
+        _tile_dpbssd(2, 5, 6);
+        _tile_dpbssd(3, 5, 7);
+    });
+}
+
+EXPORT void peak_bfloat16(int64_t count, float* out) {
+    repeat_tiles(count, out, [] {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    });
+}
+
+#else
+
 EXPORT void peak_int8(int64_t count, float* out) {
     repeat<Integers>(count, out, [](Integers sum, Integers x) {
 #ifdef HAS_FOURS
@@ -37,10 +80,6 @@ EXPORT void peak_int8(int64_t count, float* out) {
     }, kChains);
 }
 
-EXPORT void peak_int4(int64_t count, float* out) {
-    repeat<Integers>(count, out, [](Integers sum, Integers x) { return add_nibbles(sum, x, x); }, kChains);
-}
-
 #if defined(__AVX512BF16__)
 EXPORT void peak_bfloat16(int64_t count, float* out) {
     repeat<Floats>(count, out, [](Floats sum, Floats x) {
@@ -48,3 +87,9 @@ EXPORT void peak_bfloat16(int64_t count, float* out) {
     }, kChains);
 }
 #endif
+
+#endif
+
+EXPORT void peak_int4(int64_t count, float* out) {
+    repeat<Integers>(count, out, [](Integers sum, Integers x) { return add_nibbles(sum, x, x); }, kChains);
+}
