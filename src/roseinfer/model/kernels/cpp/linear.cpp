@@ -57,6 +57,14 @@ constexpr int64_t kWorthQuantizing = 16384;   // numbers, of which the same is t
 constexpr int64_t kReadOnce = 512 << 10;      // bytes; a model has some dozens of such weights and a head, so that a last
                                               // cache of 32 MiB holds none of them until the next step
 
+// Whether prefetches for one reading come in time. On an Intel Xeon they doubled the time of one row (docs/log.md,
+// 2026-11-27): there the line goes to the nearest cache alone.
+#if defined(__x86_64__)
+const bool kReadsOnce = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
+#else
+const bool kReadsOnce = true;
+#endif
+
 struct Int4 {
     uint8_t numbers;  // two of them
 };
@@ -433,7 +441,7 @@ void multiply_panels(const Linear& linear, const float* x, const float* scales, 
     const int64_t chunk = ((num_words + num_chunks - 1) / num_chunks + kGroupWords - 1) / kGroupWords * kGroupWords;
     Block block = {};
     block.row_step = row_words<T>(num_words);
-    block.is_read_once = linear.num_outputs * num_words * int64_t(sizeof(float)) >= kReadOnce;
+    block.is_read_once = kReadsOnce && linear.num_outputs * num_words * int64_t(sizeof(float)) >= kReadOnce;
     for (int64_t word = 0; word < num_words; word += chunk) {
         block.x = x + row_words<T>(word);
         block.num_words = std::min(chunk, num_words - word);
