@@ -87,6 +87,7 @@ def test_the_token_producer_asks_the_releases_service_or_another(helm: HelmProce
         ({"model": {"path": "Qwen/Qwen3-0.6B"}}, "Qwen3-0.6B"),
         ({"model": {"path": "Qwen/Qwen3-0.6B"}, "server": {"served_model_name": "small"}}, "small"),
         ({"server": {"served_model_name": ["one", "two"]}}, "one"),
+        ({"server": {"served_model_name": 'a "model" <1>: #'}}, 'a "model" <1>: #'),
     ],
 )
 def test_the_model_has_the_name_that_the_server_tells(helm: HelmProcess, config: Object, name: str) -> None:

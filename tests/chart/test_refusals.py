@@ -65,6 +65,13 @@ MISTAKES = [  # values, what the message has to contain
     ("{initContainers: [{image: a}]}", "at '/initContainers/0': missing property 'name'"),
     ("{extraManifests: [{}]}", "at '/extraManifests/0': missing properties 'apiVersion'"),
     ("{tracing: {endpoint: 'collector:4317'}}", "at '/tracing/endpoint'"),
+    ("{replicaCount: 3000000000}", "at '/replicaCount': maximum"),
+    ("{model: {timeoutSeconds: 3000000000}}", "at '/model/timeoutSeconds': maximum"),
+    ("{probes: {startup: {failureThreshold: 3000000000}}}", "at '/probes/startup/failureThreshold': maximum"),
+    (
+        "{httpRoute: {hostnames: [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p, q]}}",
+        "at '/httpRoute/hostnames': maxItems",
+    ),
     ("{strategy: {maxSurge: 1}}", "at '/strategy': additional properties 'maxSurge'"),
     ("{autoscaling: {hpa: {metricName: a b}}}", "at '/autoscaling/hpa/metricName'"),
 ]
@@ -164,6 +171,10 @@ CONTRADICTIONS = [
     (
         "{kvEvents: {enabled: true, replayPort: 5557}, networkPolicy: {enabled: false}}",
         "kvEvents.replayPort and kvEvents.port are the same",
+    ),
+    (
+        "{kvEvents: {enabled: true}, networkPolicy: {enabled: false}, config: {server: {served_model_name: [a@b, c]}}}",
+        "kvEvents.enabled and the model is served as a@b: readers part the topic at each @",
     ),
     (
         "{kvEvents: {enabled: true}, networkPolicy: {enabled: false}, config: {cache: {prefix_caching: false}}}",

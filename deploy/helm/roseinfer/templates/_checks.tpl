@@ -57,6 +57,10 @@ shorter grace period lets the kubelet cut streams that were promised to end.
 {{- if eq (include "roseinfer.option" (dict "context" . "section" "cache" "name" "prefix_caching" "default" true)) "false" }}
 {{- fail "kvEvents.enabled and config.cache.prefix_caching is false: there are no prefixes to tell of" }}
 {{- end }}
+{{- $name := include "roseinfer.modelNames" . | fromJsonArray | first }}
+{{- if and (contains "@" $name) (not (include "roseinfer.option" (dict "context" . "section" "kv_events" "name" "topic" "default" ""))) }}
+{{- fail (printf "kvEvents.enabled and the model is served as %s: readers part the topic at each @; begin config.server.served_model_name with a name without one" $name) }}
+{{- end }}
 {{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.kvEventsFrom) }}
 {{- fail "kvEvents.enabled and networkPolicy.kvEventsFrom is empty, so that no pod may read the events: name the picker or router there" }}
 {{- end }}
