@@ -255,6 +255,7 @@ def test_values_are_refused_with_their_path(helm: HelmProcess, values: str, word
         "{resources: {requests: {cpu: 1500m, memory: 4294967296}, limits: {cpu: 1.5, memory: 4096Mi}}}",
         "{metrics: {podMonitor: {enabled: yes}, interval: 1m, scrapeTimeout: 59s1000ms}, networkPolicy: {enabled: no}}",
         "{image: {registry: 'example.com:5000/team', repository: a/b-c, tag: v1.0_x}}",
+        "{tracing: {enabled: true, endpoint: $(COLLECTOR)}, env: [{name: COLLECTOR, value: 'http://a:4318'}]}",
         "{pdb: {maxUnavailable: 100%}, strategy: {type: Recreate}}",
         "{podAnnotations: {a: '{\"b\":{\"c\":{}}}', d: '{{ .Values.image.repository }}-{{ printf `{{` }}'}}",
     ],
