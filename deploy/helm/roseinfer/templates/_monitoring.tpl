@@ -98,8 +98,8 @@ say whose it is in exported_namespace, or in namespace where labels are honoured
   | replace "@GPU_SELECTOR@" (printf "exported_namespace=~\"%s|\"" .Release.Namespace)
   | replace "@POD_SELECTOR@" (include "roseinfer.selector" .)
   | replace "@STALL_SECONDS@" (divf $step 6 | toString)
-  | replace "@RUNBOOK@" .Values.prometheusRule.runbook
-  | replace "@GRAFANA@" (.Values.prometheusRule.grafana | default "" | trimSuffix "/")
+  | replace "@RUNBOOK@" (.Values.prometheusRule.runbook | replace "'" "''")
+  | replace "@GRAFANA@" (.Values.prometheusRule.grafana | default "" | trimSuffix "/" | replace "'" "''")
   | replace "@START_SECONDS@" (div (include "roseinfer.startupSeconds" . | int) 2 | toString)
   | replace "@FETCH_SECONDS@" (.Values.model.timeoutSeconds | int | toString)
   | replace "@DRAIN_SECONDS@" (div (include "roseinfer.drainSeconds" . | int) 2 | toString)
