@@ -40,6 +40,11 @@ from roseinfer.runtime.stand_ins import forget_stand_ins, stand_in
 _log = logging.getLogger(__name__)
 
 _LAST_WORDS_TIMEOUT_S = 1.0
+# What `import torch` imports and no engine of ours uses.
+_UNUSED = (
+    "torch._meta_registrations",  # for tensors without numbers: 19 MB, and a quarter of a second
+    *("torch.distributions", "torch.export", "torch.masked", "torch.quantization", "torch.utils.data"),  # 6 MB together
+)
 
 
 class _StartupClock:
@@ -77,6 +82,7 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
     from roseinfer.model.runner import load_runner
 
     forget_stand_ins()
+    memory.drop_code()  # before reading tokenizer and vocabulary takes its most
     runner = load_runner(config, limits.max_active_seqs, clock.enter)
     clock.enter(LifecycleState.WARMUP, "grammar", "reading the vocabulary for structured output")
     grammars = _build_grammars(runner.info)
@@ -165,7 +171,7 @@ def make_client(config: Config, observer: Observer) -> AsyncEngine:
 def engine_main(fd: int, build: BuildEngine = build_engine) -> int:
     """The child process of `ProcessTransport`: an engine at the other end of the socket `fd`. Returns the exit code."""
     live_as_child()
-    stand_in("torch._meta_registrations")  # for tensors without numbers: 19 MB, and a quarter of a second
+    stand_in(*_UNUSED)
     with socket.socket(fileno=fd) as connection:
         try:
             heartbeat = receive_heartbeat(connection)

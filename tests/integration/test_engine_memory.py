@@ -81,8 +81,9 @@ def test_recording_a_step_imports_no_compiler() -> None:
 IMPORTS = """
 import sys
 from roseinfer.runtime.stand_ins import forget_stand_ins, stand_in
+from roseinfer.wiring import _UNUSED
 
-stand_in("torch._meta_registrations")
+stand_in(*_UNUSED)
 import torch
 
 forget_stand_ins()
@@ -92,6 +93,9 @@ from torch._meta_registrations import meta_index_Tensor  # as torch's compiler d
 
 assert torch.empty(4, device="meta").sort().values.shape == (4,)
 assert torch._meta_registrations.meta_index_Tensor is meta_index_Tensor
+assert torch.distributions.Normal(0.0, 1.0).sample().shape == ()
+assert len(torch.utils.data.TensorDataset(torch.ones(2))) == 2
+assert torch.export.Dim("rows") and torch.quantization.QuantStub and torch.masked.masked_tensor
 """
 
 
@@ -107,7 +111,7 @@ from roseinfer import wiring
 
 def build(config, on_progress):
     engine = wiring.build_engine(config, on_progress)
-    assert not sys.modules.keys() & {"torch._meta_registrations", "torch._refs"}
+    assert not sys.modules.keys() & {*wiring._UNUSED, "torch._refs"}
     return engine
 
 raise SystemExit(wiring.engine_main(int(sys.argv[1]), build))
