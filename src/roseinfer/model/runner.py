@@ -398,13 +398,13 @@ class ModelRunner:
             self.launch(msgspec.structs.replace(batch, scored=(ScoredRow(0, prompt, 1),))).wait()
             self.launch(decode_batch(1, prompt_length)).wait()
         # The largest steps come first: they touch every page of the buffers that grow, and graphs need their addresses.
-        if self._is_host:
-            self._run_first_layer(self._prompt_batch(max_num_tokens))
-        else:
+        if not self._is_host:
             for num_tokens in sorted(self._prompt_sizes(max_num_tokens), reverse=True):
                 self.launch(self._prompt_batch(num_tokens)).wait()
         for num_rows in sorted(self._decode_sizes(), reverse=True):
             self.launch(decode_batch(num_rows)).wait()
+        if self._is_host:  # the memory of the rows' logits is free again, and suffices
+            self._run_first_layer(self._prompt_batch(max_num_tokens))
         self._graphs = graphs
         if graphs is not None and self._captures_at_startup:
             with torch.inference_mode():
