@@ -24,6 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from roseinfer import __version__
@@ -38,6 +39,7 @@ _FOOTER = struct.Struct(f"<Q32s{len(_MAGIC)}s")  # bytes of the header, its dige
 _CACHE_LINE_BYTES = 64
 _BLOCK_BYTES = 8 << 20  # that have a sum
 _NUM_SAMPLED_ROWS = 4  # of a weight
+_MOST_BUFFERS = 1024  # of one pwritev(2)
 _LEAST_PRIORITY = 19  # see setpriority(2)
 _SAFETENSORS_LENGTH = struct.Struct("<Q")
 
@@ -153,9 +155,10 @@ class PackedCache:
                 size += -(-len(piece) // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES
         os.ftruncate(file, 0)  # of a process that was killed
         os.posix_fallocate(file, 0, size)  # a full disk is known before it is full
-        for name, pieces in self._new.items():
-            for (start, _), piece in zip(places[name], pieces, strict=True):
-                _write_at(file, piece, start)
+        buffers = list[memoryview]()
+        for piece in (piece for pieces in self._new.values() for piece in pieces):
+            buffers += [piece.numpy().data, memoryview(bytes(-len(piece) % _CACHE_LINE_BYTES))]
+        _write_all(file, buffers)
         sums = list(_sums_of_file(file, size))
         header = msgspec.msgpack.encode(_Header(self._key, size, places, sums))
         end = header + _FOOTER.pack(len(header), _digest(header), _MAGIC)
@@ -251,11 +254,14 @@ def _read(path: Path, key: str) -> dict[str, list[torch.Tensor]]:
 
 
 def _sums_of_file(file: int, size: int) -> Iterator[int]:
-    """Read, and not mapped: mapped pages would count as this process's memory beside the weights."""
-    block = bytearray(_BLOCK_BYTES)
+    """As `_sum` of each block, without OpenMP's threads.
+
+    Read, and not mapped: mapped pages would count as this process's memory beside the weights.
+    """
+    block = np.empty(_BLOCK_BYTES // 8, np.int64)
     for start in range(0, size, _BLOCK_BYTES):
-        num_bytes = os.preadv(file, [block], start)
-        yield _sum(torch.frombuffer(block, dtype=torch.uint8, count=min(num_bytes, size - start)))
+        num_bytes = min(os.preadv(file, [block.data], start), size - start)
+        yield int(block[: num_bytes // 8].sum())
 
 
 def _sum(block: torch.Tensor) -> int:
@@ -267,11 +273,20 @@ def _digest(encoded: bytes) -> bytes:
     return hashlib.blake2b(encoded, digest_size=32).digest()
 
 
-def _write_at(file: int, piece: torch.Tensor, start: int) -> None:
-    rest = piece.numpy().data
-    while rest:
-        num_written = os.pwrite(file, rest, start)
-        rest, start = rest[num_written:], start + num_written
+def _write_all(file: int, buffers: list[memoryview]) -> None:
+    """Write them one behind the other, in few calls.
+
+    Between two calls the thread takes the interpreter's lock, and at its priority it may wait for a core with it, while
+    the engine waits for the lock.
+    """
+    start = 0
+    while buffers:
+        num_written = os.pwritev(file, buffers[:_MOST_BUFFERS], start)
+        start += num_written
+        while buffers and num_written >= len(buffers[0]):
+            num_written -= len(buffers.pop(0))
+        if buffers:
+            buffers[0] = buffers[0][num_written:]
 
 
 def _is_locked_here(file: int, partial: Path) -> bool:

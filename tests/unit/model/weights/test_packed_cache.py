@@ -221,6 +221,31 @@ def test_weights_that_only_look_alike_are_not_kept(cache_dir: Path) -> None:
     assert again.find("another kind", [torch.ones(64, 8)], [2048]) is None
 
 
+def test_all_weights_are_written_in_few_calls_and_the_rest_of_one_that_was_cut_short(
+    directory: Path, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call takes the interpreter's lock once more, at the least priority."""
+    calls = list[int]()
+    write = os.pwritev
+
+    def noted(file: int, buffers: list[memoryview], start: int) -> int:
+        calls.append(len(buffers))
+        return write(file, buffers, start)
+
+    def cut_short(file: int, buffers: list[memoryview], start: int) -> int:
+        return write(file, [next(buffer for buffer in buffers if buffer)[:1000]], start)
+
+    monkeypatch.setattr(os, "pwritev", noted)
+    first = Start(directory, cache_dir)
+    assert len(calls) == 1
+    assert calls[0] > 10
+    monkeypatch.setattr(os, "pwritev", cut_short)
+    Start(directory, tmp_path / "other")
+    monkeypatch.undo()
+    monkeypatch.setattr(packed_cache, "LEAST_BYTES", 0)
+    assert Start(directory, tmp_path / "other") == first
+
+
 def test_a_directory_that_cannot_be_written_is_only_logged(
     directory: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
