@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers.models.vaultgemma import modeling_vaultgemma
 
 from roseinfer.cli.models import outline
 from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
@@ -88,7 +90,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": HEADS,
     "llama": {},
     "mistral": WINDOW,
-    "mixtral": {"num_local_experts": 4},
+    "mixtral": WINDOW | {"num_local_experts": 4},
     "nemotron": {},
     "olmo": {},
     "olmo2": {},
@@ -98,9 +100,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "persimmon": {},
     "phi": {},
     "phi3": {},
-    "phimoe": {"num_local_experts": 4},
+    "phimoe": WINDOW | {"num_local_experts": 4},
     "qwen2": {},
-    "qwen2_moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32},
+    "qwen2_moe": EXPERTS
+    | WINDOW
+    | {"num_experts": 4, "shared_expert_intermediate_size": 32, "use_sliding_window": True},
     "qwen3": HEADS | {"tie_word_embeddings": True},
     "qwen3_moe": EXPERTS | HEADS | {"num_experts": 4},
     "seed_oss": HEADS,
@@ -301,6 +305,67 @@ def test_an_untested_type_is_compared_at_load(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("roseinfer.model.families.transformers_layers._ACTIVATIONS", {"GELUTanh": "silu"})
     with pytest.raises(ConfigError, match="comes out otherwise than in transformers"):
         load(reference, tmp_path)
+
+
+def test_an_untested_type_that_counts_positions_itself_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone and from its first token on it would come out right."""
+    reference, rotations = random_model("vaultgemma", **WINDOW, **HEADS), modeling_vaultgemma.VaultGemmaRotaryEmbedding
+    forward = rotations.forward
+    counted = lambda module, x, position_ids: forward(module, x, torch.arange(position_ids.shape[1])[None])  # noqa: E731
+    monkeypatch.setattr(rotations, "forward", counted)
+    with pytest.raises(ConfigError, match="comes out otherwise than in transformers"):
+        load(reference, tmp_path)
+
+
+def test_an_untested_type_whose_first_position_is_not_0_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="comes out otherwise than in transformers"):
+        load(random_model("roberta", is_decoder=True), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("gemma2", {"attention_bias": "x"}, "'attention_bias' expected bool, got str"),
+        ("gemma2", {"hidden_activation": "x"}, "KeyError .*x"),
+        ("gemma2", {"num_attention_heads": 0}, "transformers cannot load it: "),
+        ("gemma2", {"architectures": 5}, "architectures 5 is no list of names"),
+        ("deepseek_v2", {"num_key_value_heads": 2}, "is a deepseek_v2, which transformers cannot compute"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_makes_no_model(
+    model_type: str, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    """One line about a field of the wrong type or value, at start and from `roseinfer models`."""
+    shape = FAMILIES["deepseek_v3"] if model_type == "deepseek_v2" else WINDOW | HEADS
+    random_model(model_type, **shape).save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(ConfigError, match=reason) as caught:
+        load_directory(tmp_path)
+    assert "\n" not in caught.value.message
+    assert "\n" not in outline(tmp_path).get("reason", "")
+
+
+def test_tensors_that_do_not_fit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A line that names one, and none of the tables that transformers writes."""
+    random_model("gemma2", **WINDOW, **HEADS).save_pretrained(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    save_file(tensors | {"model.layers.0.mlp.lora_A.weight": torch.ones(2)}, file)
+    load_directory(tmp_path)
+    assert "the file's model.layers.0.mlp.lora_A.weight: no module of the model reads it" in caplog.text
+    save_file(tensors | {name: tensors[name][:50].contiguous()}, file)
+    with pytest.raises(ConfigError, match=rf"has {name} as \[50, 64\] where config.json asks for \[96, 64\]"):
+        load_directory(tmp_path)
+    save_file({each: tensor for each, tensor in tensors.items() if each != name}, file)
+    with pytest.raises(ConfigError, match=f"has no tensor {name}"):
+        load_directory(tmp_path)
+    assert "REPORT" not in caplog.text + "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "qwen3_moe"])

@@ -58,7 +58,7 @@ def outline(directory: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {"checkpoint": str(directory)}
     try:
         with Checkpoint(directory) as checkpoint:
-            facts["architectures"] = checkpoint.config.get("architectures") or []
+            facts["architectures"] = checkpoint.architectures
             facts["model_type"] = checkpoint.config.get("model_type")
             facts["quantization"] = checkpoint.quantization and checkpoint.quantization.quant_method
             spec = native_spec(checkpoint)

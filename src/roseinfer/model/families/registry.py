@@ -70,8 +70,7 @@ def build_model(checkpoint: Checkpoint, placement: Placement, max_model_len: int
 
 def _find(checkpoint: Checkpoint) -> _Family | None:
     """By the first known entry of `architectures`, or its model without a head; without any, by `model_type`."""
-    config = checkpoint.config
     by_type = {family.model_type: name for name, family in FAMILIES.items()}
-    named = config.get("architectures") or [by_type.get(str(config.get("model_type")))]
+    named = checkpoint.architectures or [by_type.get(str(checkpoint.config.get("model_type")), "")]
     bare = {family.bare: family for family in FAMILIES.values()}
     return next((family for name in named if (family := FAMILIES.get(name) or bare.get(name))), None)

@@ -24,14 +24,16 @@ from roseinfer.model.families.transformers_layers import Layers, is_mixture
 from roseinfer.model.families.transformers_loading import (
     IN_FIRST_PASS,
     IN_STEPS,
+    MODEL_ERRORS,
     load,
     max_positions,
+    reason_of,
     refuse,
     sparing_imports,
 )
 from roseinfer.model.weights.checkpoint import Checkpoint
 
-_FAR = 10_000  # a position behind every window's first edge in small models, and within most windows in large ones
+_FAR = 2_000_000  # a position that is farther from the first than any window is wide
 
 
 class _FirstPass(threading.local):
@@ -84,12 +86,12 @@ def _attend_packed(
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = float(options.get("scaling") or query.shape[-1] ** -0.5)
     if seam.attend is None:
-        if attention_mask is not None:
-            raise _Unserved("computes masks of its own")
         if layer in seam.calls:
             raise _Unserved("computes attention more than once in a layer")
+        # What hides keys in transformers' own attention is the mask: not all code passes the window beside it.
+        window = options.get("sliding_window") if attention_mask is None else _window_of(attention_mask)
         shape = (query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
-        window, softcap = options.get("sliding_window"), float(options.get("softcap") or 0.0)
+        softcap = float(options.get("softcap") or 0.0)
         seam.calls[layer] = _LayerCall(*shape, scale, window, softcap, options.get("s_aux"))
         return v.new_zeros(1, *q.shape[:2], v.shape[-1]), None
     if scale != seam.scale:
@@ -100,30 +102,38 @@ def _attend_packed(
     return out if value.shape[-1] == q.shape[-1] else out[..., : value.shape[-1]], None
 
 
-def _check_mask(mask_function: Callable[..., torch.Tensor], **_: Any) -> None:
-    """Transformers' mask interface: no mask is made, since attention sees by positions.
+def _mask_of_first_pass(mask_function: Callable[..., torch.Tensor], **_: Any) -> torch.Tensor | None:
+    """Transformers' mask interface: the window that the mask is, 0 for none, in the shape of a mask of one token.
 
-    It checks that the mask is causal or a window: both show a query the keys up to its own, from the first on or as
-    many as to any other.
+    No mask is made, since attention sees by positions. It must be causal or a window: both show a query the keys up to
+    its own, from the first on or as many as to any other.
     """
     if not _first_pass.is_on:
-        return
+        return None
     batch, head = torch.tensor(0), torch.tensor(0)
     keys = torch.arange(_FAR + 8)
     seen = [mask_function(batch, head, torch.tensor(_FAR + i), keys).expand(len(keys)).nonzero()[:, 0] for i in (0, 5)]
     if not all(map(len, seen)):
-        return  # a window of no keys: the mask of a kind of layers that the model has none of
+        return None  # a window of no keys: the mask of a kind of layers that the model has none of
     firsts, lasts = zip(*[(int(some[0]), int(some[-1])) for some in seen], strict=True)
     is_window = firsts[1] in {0, firsts[0] + 5}
     if lasts != (_FAR, _FAR + 5) or not is_window or any(len(s) != s[-1] - s[0] + 1 for s in seen):
         raise _Unserved("hides keys otherwise than by a causal mask or a window")
+    return torch.full((1, 1, 1, 1), _FAR + 1 - firsts[0] if firsts[0] else 0)
+
+
+def _window_of(mask: torch.Tensor) -> int | None:
+    """The window that `_mask_of_first_pass` made this mask of."""
+    if mask.shape != (1, 1, 1, 1) or mask.dtype != torch.long:
+        raise _Unserved("computes masks of its own")
+    return int(mask) or None
 
 
 transformers.utils.logging.disable_progress_bar()
 with sparing_imports():
     for name in (IN_STEPS, IN_FIRST_PASS):
         transformers.AttentionInterface.register(name, _attend_packed)
-    transformers.AttentionMaskInterface.register(IN_FIRST_PASS, _check_mask)
+    transformers.AttentionMaskInterface.register(IN_FIRST_PASS, _mask_of_first_pass)
 
 
 class TransformersModel:
@@ -146,7 +156,7 @@ class TransformersModel:
             self._use_attention_of(model, checkpoint)
         else:
             self._use_attention_of(model, checkpoint)
-            expected = self._hidden_by_transformers()
+            expected = self._hidden_by_transformers(checkpoint)
             layers.replace_in(model)
             self._compare(expected, checkpoint)
         assert layers.head is not None
@@ -159,40 +169,53 @@ class TransformersModel:
         self._seam.scale = self.attention_spec.scale
         model.set_attn_implementation(IN_STEPS)
 
-    def _hidden_by_transformers(self) -> torch.Tensor:
-        """The hidden rows of a short text by transformers alone."""
-        token_ids, positions = _short_text(self.vocab_size)
+    def _hidden_by_transformers(self, checkpoint: Checkpoint) -> torch.Tensor:
+        """The hidden rows of a short text by transformers alone, which counts its positions itself."""
+        token_ids, _ = _short_text(self.vocab_size)
         self._model.set_attn_implementation("eager")
-        with torch.inference_mode():
-            output = self._base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+        try:
+            with torch.inference_mode():
+                output = self._base(input_ids=token_ids[None], use_cache=False)
+        except MODEL_ERRORS as error:
+            refuse(checkpoint, f"is a {self.model_type}, which transformers cannot compute ({reason_of(error)})")
         self._model.set_attn_implementation(IN_STEPS)
         hidden: torch.Tensor = output[0][0].float()
         return hidden
 
     def _compare(self, expected: torch.Tensor, checkpoint: Checkpoint) -> None:
         """Refuse a model, of a type that no test compares, whose hidden rows are not those of transformers."""
-        token_ids, positions = _short_text(self.vocab_size)
-        num_tokens = len(token_ids)
-        cache = KVCache(self.attention_spec, 1, num_tokens, self._placement)
-        tokens = PackedTokens(
-            slots=np.zeros(num_tokens, np.int32),
-            positions=positions.numpy().astype(np.int32),
-            query_starts=np.array([0, num_tokens], np.int32),
-            block_table=np.zeros((1, 1), np.int32),
-            max_query_len=num_tokens,
-            max_context_len=num_tokens,
-        )
-        attend = ReferenceAttention(cache, self.attention_spec).prepare(tokens)
-        device = self._placement.device
+        if not bool(expected.isfinite().all()):
+            refuse(checkpoint, f"is a {self.model_type} whose hidden rows are no finite numbers")
+        num_tokens, half = len(expected), len(expected) // 2
+        cache = KVCache(self.attention_spec, 2, num_tokens, self._placement)
+        attention = ReferenceAttention(cache, self.attention_spec)
         try:
-            with torch.inference_mode():
-                hidden = self.forward(token_ids.to(device), positions.to(device), attend).float().cpu()
-        except (RuntimeError, AttributeError) as error:
-            refuse(checkpoint, f"is a {self.model_type}, which does not run with other layers ({error})")
-        distance = float((hidden - expected).norm() / expected.norm())
+            # A text that begins in one step and ends in the next, there beside the same text whole.
+            first = self._hidden_of(attention, (range(half),))
+            both = self._hidden_of(attention, (range(half, num_tokens), range(num_tokens)))
+        except MODEL_ERRORS as error:
+            refuse(checkpoint, f"is a {self.model_type}, which does not run with other layers ({reason_of(error)})")
+        distance = float((torch.cat([first, both]) - expected.repeat(2, 1)).norm() / expected.norm())
         is_exact = self._placement.dtype == torch.float32 and self._placement.quantization == "none"
         if not distance < (1e-4 if is_exact else 0.2):
             refuse(checkpoint, f"is a {self.model_type}, which comes out otherwise than in transformers")
+
+    def _hidden_of(self, attention: ReferenceAttention, pieces: tuple[range, ...]) -> torch.Tensor:
+        """The hidden rows of one step, with a piece of the short text for each slot."""
+        slots, lengths = np.arange(len(pieces), dtype=np.int32), list(map(len, pieces))
+        where = torch.tensor([position for piece in pieces for position in piece])
+        token_ids, positions = (numbers[where] for numbers in _short_text(self.vocab_size))
+        tokens = PackedTokens(
+            slots=slots.repeat(lengths),
+            positions=positions.numpy().astype(np.int32),
+            query_starts=np.cumsum([0, *lengths], dtype=np.int32),
+            block_table=slots[:, None],
+            max_query_len=max(lengths),
+            max_context_len=max(piece.stop for piece in pieces),
+        )
+        device, attend = self._placement.device, attention.prepare(tokens)
+        with torch.inference_mode():
+            return self.forward(token_ids.to(device), positions.to(device), attend).float().cpu()
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Hidden rows [tokens, width] behind the final norm."""
@@ -226,8 +249,8 @@ def _first_pass_of(model: Any, checkpoint: Checkpoint) -> tuple[_Seam, Attention
             base(input_ids=token_ids, position_ids=token_ids, attention_mask=mask, use_cache=False)
     except _Unserved as error:
         refuse(checkpoint, str(error))
-    except (RuntimeError, TypeError, LookupError, AttributeError) as error:
-        refuse(checkpoint, f"cannot be computed without its own attention ({error})")
+    except MODEL_ERRORS as error:
+        refuse(checkpoint, f"cannot be computed without its own attention ({reason_of(error)})")
     finally:
         _first_pass.is_on = False
     calls = [seam.calls.get(layer) for layer in range(config.num_hidden_layers)]

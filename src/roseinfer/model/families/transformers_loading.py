@@ -4,6 +4,7 @@ The weights stay where they are, in the mapped files and in the type of the file
 code of a checkpoint is ever run.
 """
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch._meta_registrations  # for tensors without numbers; `wiring.py` keeps it out of other engines
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -23,6 +25,12 @@ from roseinfer.runtime.stand_ins import forget_stand_ins, stand_in
 IN_STEPS, IN_FIRST_PASS = "roseinfer", "roseinfer_first_pass"
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # that a cache of keys and values serves
 _CHANGING_ROPES = ("dynamic", "longrope")
+MODEL_ERRORS = (  # of transformers' code over a configuration that it cannot read or compute
+    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
+    *(StrictDataclassError, TypeError, ValueError),
+)
+_LONGEST_REASON = 300  # characters
+_log = logging.getLogger(__name__)
 OnParameter = Callable[[nn.Module, str, nn.Parameter | None], nn.Parameter | None]
 
 
@@ -83,6 +91,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, on_parameter: OnParameter |
                 attn_implementation=IN_FIRST_PASS,
                 local_files_only=True,
                 trust_remote_code=False,
+                ignore_mismatched_sizes=True,  # refused below, with their names
                 output_loading_info=True,
             )
         except RuntimeError as error:
@@ -96,10 +105,13 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, on_parameter: OnParameter |
     finally:
         if hook is not None:
             hook.remove()
-    wrong = {name: sorted(map(str, found.get(name) or ())) for name in ("missing_keys", "mismatched_keys")}
-    for name, keys in wrong.items():
-        if keys:
-            refuse(checkpoint, f"has {name.replace('_', ' ')}, the first of them {keys[0]}")
+    if missing := found.get("missing_keys"):
+        refuse(checkpoint, f"has no tensor {min(missing)}")
+    for name, stored, wanted in sorted(found.get("mismatched_keys") or ()):
+        refuse(checkpoint, f"has {name} as {list(stored)} where config.json asks for {list(wanted)}")
+    if unread := sorted(found.get("unexpected_keys") or ()):
+        more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+        _log.warning("the file's %s%s: no module of the model reads it, and it has no effect", unread[0], more)
     checkpoint.let_go()
     _fix_ropes(model)
     return model.train(False)
@@ -142,16 +154,26 @@ def _read_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
 
 def _of_transformers(make: Callable[[], Any], checkpoint: Checkpoint) -> Any:
     """What transformers makes; its errors are ConfigError."""
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # what it reports in tables, we say in a line
     try:
         with sparing_imports():
             return make()
-    except KeyError:
-        refuse(checkpoint, "has attention of its own, which no other can take the place of")
-    except (ValueError, OSError, RuntimeError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except MODEL_ERRORS as error:
+        if isinstance(error, KeyError) and error.args == (IN_FIRST_PASS,):
+            refuse(checkpoint, "has attention of its own, which no other can take the place of")
         raise ConfigError(
-            f"{checkpoint.directory}: transformers cannot load it: {reason}", param="model.path"
+            f"{checkpoint.directory}: transformers cannot load it: {reason_of(error)}", param="model.path"
         ) from error
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+
+
+def reason_of(error: Exception) -> str:
+    """What went wrong in transformers' code, in one line."""
+    words = " ".join(str(error).split())
+    is_sentence = bool(words) and not isinstance(error, LookupError | ArithmeticError | AssertionError)
+    return (words if is_sentence else f"{type(error).__name__} {words}".strip())[:_LONGEST_REASON]
 
 
 def _model_class(config: Any, checkpoint: Checkpoint) -> Any:

@@ -108,6 +108,14 @@ class Checkpoint:
         return self.quantization.names_of(self._file_of) if self.quantization else frozenset(self._file_of)
 
     @property
+    def architectures(self) -> list[str]:
+        """As config.json names them; none where it does not. Raises ConfigError."""
+        named = self.config.get("architectures") or []
+        if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+            _refuse(f"{self.directory}/config.json: architectures {named!r} is no list of names.")
+        return named
+
+    @property
     def num_matrix_elements(self) -> int:
         """Numbers in all matrices, from the files' headers. Old checkpoints' causal masks have four dimensions.
 

@@ -30,7 +30,7 @@ _MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5,
 _NUM_BITS = (4, 8, 2)
 _COMPRESSED_LAYOUTS = (
     *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense"),
-    *("2 bits", "4 bits", "8 bits"),
+    *(f"{bits} bits" for bits in sorted(_NUM_BITS)),
 )
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of eight outputs
 _ROWS_AT_ONCE = 256  # of floats, which then stay in a processor's caches
@@ -57,7 +57,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
 
     quant_method: str
     model_type: str = ""  # of the model
-    bits: int = 4  # of GPTQ, where a module has no `g_idx`
+    bits: int = 4  # of GPTQ and AWQ
     group_size: int | None = None
     q_group_size: int | None = None  # in `quant_config.json`
     weight_block_size: tuple[int, int] | None = None
@@ -134,9 +134,10 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
         """How the numbers of weights are arranged, in the words of the method."""
         match self.quant_method:
             case "gptq":
-                return ["marlin" if self.is_marlin_format else self.checkpoint_format or self.format or "gptq"]
+                layout = "marlin" if self.is_marlin_format else self.checkpoint_format or self.format or "gptq"
+                return [layout, f"{self.bits} bits"]
             case "awq":
-                return [self.version.lower()]
+                return [self.version.lower(), f"{self.bits} bits"]
             case "modelopt":
                 return [self.quant_algo]
             case "compressed-tensors":
@@ -187,7 +188,7 @@ def _gptq(parts: Parts, quantization: Quantization) -> torch.Tensor:
     words, scales, zero_words, order = parts["qweight"].t(), parts["scales"].t(), parts["qzeros"], parts.get("g_idx")
     num_inputs = words.shape[1] * 32 // quantization.bits if order is None else len(order)
     num_bits, values = _unpacked(words, num_inputs)
-    mask, is_first = (1 << num_bits) - 1, quantization.layouts == ["gptq"]
+    mask, is_first = (1 << num_bits) - 1, "gptq" in quantization.layouts
     # GPTQModel takes one from the zeros in whole words, where a zero of 0 borrows from the next; AutoGPTQ from each.
     borrows = "gptqmodel" in str((quantization.meta or {}).get("quantizer"))
     if is_first and borrows:
@@ -278,7 +279,7 @@ _METHODS: dict[str, tuple[Callable[[Parts, Quantization], torch.Tensor], tuple[s
     "fbgemm-fp8": (_compressed, ("fbgemm-fp8",)),
     "modelopt": (_compressed, ("FP8",)),
     "compressed-tensors": (_compressed, _COMPRESSED_LAYOUTS),
-    "gptq": (_gptq, ("gptq", "gptq_v2")),
-    "awq": (_awq, ("gemm",)),
+    "gptq": (_gptq, ("gptq", "gptq_v2", *(f"{bits} bits" for bits in _NUM_BITS))),
+    "awq": (_awq, ("gemm", "4 bits")),
     "mxfp4": (_mxfp4, ("mxfp4",)),
 }

@@ -127,7 +127,7 @@ def test_without_architectures_the_model_type_decides(directory: Path) -> None:
     ("changes", "told"),
     [
         ({"architectures": ["BertModel"]}, "asks for BertModel, which is no decoder we know"),
-        ({"architectures": None, "model_type": "bert"}, "has missing keys, the first of them bert"),
+        ({"architectures": None, "model_type": "bert"}, "has no tensor bert"),
         ({"n_head": 5}, "n_embd is not a multiple of n_head"),
         ({"n_layer": 0}, "n_layer"),
         ({"n_layer": "two"}, "n_layer"),

@@ -158,6 +158,8 @@ def test_packed_matrices_count_as_what_they_hold(tmp_path: Path) -> None:
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "format gptq marlin are not read"),
         ({"quant_method": "gptq", "is_marlin_format": True}, "format gptq marlin are not read"),
         ({"quant_method": "awq", "version": "GEMV"}, "format awq gemv are not read"),
+        ({"quant_method": "gptq", "bits": 3}, "format gptq 3 bits are not read"),
+        ({"quant_method": "awq", "bits": 8}, "format awq 8 bits are not read"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "format modelopt NVFP4 are not read"),
         (compressed("nvfp4-pack-quantized"), "format compressed-tensors nvfp4-pack-quantized are not read"),
         (compressed("pack-quantized", num_bits=7), "format compressed-tensors 7 bits are not read"),
