@@ -298,6 +298,8 @@ def byte_spelling(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | No
 def _spelling(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
     if (spell := byte_spelling(decoder)) is not None:
         return spell
+    if decoder is None:
+        return _word_bytes
     for part in _parts(decoder, "decoders"):
         if part["type"] == "WordPiece":
             return partial(_word_piece_bytes, part["prefix"])
@@ -332,6 +334,11 @@ def _sentencepiece_bytes(piece: str) -> bytes:
     if found := _BYTE_PIECE.fullmatch(piece):
         return bytes([int(found[1], 16)])
     return piece.replace("\u2581", " ").encode()
+
+
+def _word_bytes(piece: str) -> bytes:
+    """Without a decoder `tokenizers` puts a space between tokens."""
+    return f" {piece}".encode()
 
 
 def _word_piece_bytes(prefix: str, piece: str) -> bytes:

@@ -57,6 +57,15 @@ def test_a_family_that_is_not_bytes_is_refused() -> None:
         wrap(inner)
 
 
+async def test_words_without_a_decoder_stand_with_spaces_between_them() -> None:
+    inner = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "word": 2}, unk_token="[UNK]"))  # noqa: S106 - no password
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = wrap(inner)
+    [token_ids] = await tokenizer.encode(["word a other word"], add_special_tokens=True)
+    text = Detokenizer(tokenizer.text_bytes).push(token_ids)
+    assert text == f" {inner.decode(token_ids)}" == " word a [UNK] word"
+
+
 async def test_encoding_adds_what_the_post_processor_asks_for_only_when_asked(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_checkpoint(tmp_path, with_bos=True))
     assert await tokenizer.encode(["a", "b"], add_special_tokens=True) == [[BOS, 97], [BOS, 98]]
