@@ -331,6 +331,7 @@ def test_an_untested_type_whose_first_position_is_not_0_is_refused(tmp_path: Pat
         ("gemma2", {"hidden_activation": "x"}, "KeyError .*x"),
         ("gemma2", {"num_attention_heads": 0}, "transformers cannot load it: "),
         ("gemma2", {"architectures": 5}, "architectures 5 is no list of names"),
+        ("gemma2", {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}, "needs code of its own"),
         ("deepseek_v2", {"num_key_value_heads": 2}, "is a deepseek_v2, which transformers cannot compute"),
     ],
     ids=str,
@@ -347,6 +348,14 @@ def test_a_configuration_that_makes_no_model(
         load_directory(tmp_path)
     assert "\n" not in caught.value.message
     assert "\n" not in outline(tmp_path).get("reason", "")
+
+
+def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
+    random_model("qwen3_moe").save_pretrained(tmp_path)
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.1.mlp.experts.2.up_proj.weight"
+    save_file(tensors | {name: tensors[name].t().contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"has {name} in another shape than the tensors of its kind"):
+        load_directory(tmp_path)
 
 
 def test_tensors_that_do_not_fit(

@@ -97,6 +97,8 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, on_parameter: OnParameter |
         except RuntimeError as error:
             for refusal in (tensor.refusal for tensor in lazily.values() if tensor.refusal):
                 raise refusal from error
+            if (name := checkpoint.misshapen()) is not None:
+                refuse(checkpoint, f"has {name} in another shape than the tensors of its kind")
             raise
 
     hook: Any = None if on_parameter is None else register_module_parameter_registration_hook(on_parameter)  # type: ignore[arg-type]  # its annotation forgets the result
@@ -162,6 +164,8 @@ def _of_transformers(make: Callable[[], Any], checkpoint: Checkpoint) -> Any:
     except MODEL_ERRORS as error:
         if isinstance(error, KeyError) and error.args == (IN_FIRST_PASS,):
             refuse(checkpoint, "has attention of its own, which no other can take the place of")
+        if "contains custom code" in str(error):
+            refuse(checkpoint, "needs code of its own (`auto_map` in config.json), which is never run")
         raise ConfigError(
             f"{checkpoint.directory}: transformers cannot load it: {reason_of(error)}", param="model.path"
         ) from error

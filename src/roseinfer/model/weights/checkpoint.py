@@ -10,6 +10,7 @@ import math
 import mmap
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cached_property
@@ -124,6 +125,14 @@ class Checkpoint:
         slices = [self._open(file).get_slice(name) for name, file in self._file_of.items()]
         shapes = [(piece.get_shape(), 8 if piece.get_dtype() == "I32" else 1) for piece in slices]
         return sum(math.prod(shape) * num_each for shape, num_each in shapes if len(shape) == 2)
+
+    def misshapen(self) -> str | None:
+        """A tensor of another shape than most whose names differ from its own in numbers alone, such as experts."""
+        shapes = {name: tuple(self._open(file).get_slice(name).get_shape()) for name, file in self._file_of.items()}
+        kinds = {name: re.sub(r"\d+", "", name) for name in shapes}
+        counts, totals = Counter((kinds[name], shape) for name, shape in shapes.items()), Counter(kinds.values())
+        odd = (name for name, shape in shapes.items() if 2 * counts[kinds[name], shape] < totals[kinds[name]])
+        return min(odd, default=None)
 
     def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
         """The ids below `vocab_size` that end a text: of generation_config.json, else of config.json."""
