@@ -331,6 +331,8 @@ def test_an_untested_type_whose_first_position_is_not_0_is_refused(tmp_path: Pat
         ("gemma2", {"hidden_activation": "x"}, "KeyError .*x"),
         ("gemma2", {"num_attention_heads": 0}, "transformers cannot load it: "),
         ("gemma2", {"architectures": 5}, "architectures 5 is no list of names"),
+        ("gemma2", {"sliding_window": 0}, "has a window without keys"),
+        ("phi3", {"num_hidden_layers": 0}, "has no layers"),
         ("gemma2", {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}, "needs code of its own"),
         ("deepseek_v2", {"num_key_value_heads": 2}, "is a deepseek_v2, which transformers cannot compute"),
     ],

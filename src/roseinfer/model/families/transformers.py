@@ -35,6 +35,8 @@ from roseinfer.model.weights.checkpoint import Checkpoint
 
 _FAR = 2_000_000  # a position that is farther from the first than any window is wide
 
+_NO_KEYS = -1  # in the place of a window
+
 
 class _FirstPass(threading.local):
     """Whether a model of this thread is in it."""
@@ -114,7 +116,7 @@ def _mask_of_first_pass(mask_function: Callable[..., torch.Tensor], **_: Any) ->
     keys = torch.arange(_FAR + 8)
     seen = [mask_function(batch, head, torch.tensor(_FAR + i), keys).expand(len(keys)).nonzero()[:, 0] for i in (0, 5)]
     if not all(map(len, seen)):
-        return None  # a window of no keys: the mask of a kind of layers that the model has none of
+        return torch.full((1, 1, 1, 1), _NO_KEYS)  # of a kind of layers that the model has none of
     firsts, lasts = zip(*[(int(some[0]), int(some[-1])) for some in seen], strict=True)
     is_window = firsts[1] in {0, firsts[0] + 5}
     if lasts != (_FAR, _FAR + 5) or not is_window or any(len(s) != s[-1] - s[0] + 1 for s in seen):
@@ -126,6 +128,8 @@ def _window_of(mask: torch.Tensor) -> int | None:
     """The window that `_mask_of_first_pass` made this mask of."""
     if mask.shape != (1, 1, 1, 1) or mask.dtype != torch.long:
         raise _Unserved("computes masks of its own")
+    if int(mask) == _NO_KEYS:
+        raise _Unserved("has a window without keys")
     return int(mask) or None
 
 
@@ -257,6 +261,8 @@ def _first_pass_of(model: Any, checkpoint: Checkpoint) -> tuple[_Seam, Attention
     known = [call for call in calls if call is not None]
     if len(known) < len(calls) or len(seam.calls) != len(calls):
         refuse(checkpoint, "has layers without attention over keys and values, or whose attention is their own")
+    if not known:
+        refuse(checkpoint, "has no layers")
     first = known[0]
     if any((call[:4], call.softcap) != (first[:4], first.softcap) for call in known):
         refuse(checkpoint, "has layers with attention of different shapes")
