@@ -213,7 +213,7 @@ async def test_one_whose_server_never_started_is_ended_without_a_word(caplog: py
     async with front() as server:
         process = server.process._forks._process
         assert process is not None
-    assert process.returncode == -signal.SIGKILL
+    assert process.wait(0) == -signal.SIGKILL
     assert caplog.text == ""
 
 
