@@ -27,7 +27,7 @@ from roseinfer.runtime.file_watch import WATCH_INTERVAL_S
 from roseinfer.runtime.fork_server import fork_children, receive_descriptors
 from roseinfer.runtime.frames import receive_frame
 from roseinfer.runtime.niceness import FRONT_END_NICENESS, TELEMETRY_NICENESS, be_nicer
-from roseinfer.server.app import build_ops_app, build_runner
+from roseinfer.server.app import SCRAPE, build_ops_app, build_runner
 from roseinfer.server.connection import scraping
 from roseinfer.server.connection.api_keys import ApiKeys
 from roseinfer.server.ops import debug, profile
@@ -64,7 +64,7 @@ async def _observe(connection: socket.socket, setup: Setup, ports: Sequence[int]
     receiver, gone = Receiver(), asyncio.Event()
 
     async def scrape(head: bytes) -> bytes:
-        return await scraping.answer(head, observation.page)
+        return scraping.answer(head, observation.render_page)
 
     link = Link({**receiver.replies(), "scrape": scrape}, receiver.take, gone.set)
 
@@ -108,6 +108,7 @@ async def _ops_port(
     receiver.on_state = partial(setattr, port, "state")
     routes = debug_routes(config, observation, front_end.profile, lambda: receiver.num_tasks)
     ops_app = build_ops_app(port, observation.page, front_end.judge, routes, [front_end.ask_first])
+    ops_app[SCRAPE] = _scrape_of(observation, front_end)
     runner = build_runner(ops_app, _OPS_CLOSE_S)
     await runner.setup()
     watching = None
@@ -124,6 +125,26 @@ async def _ops_port(
         for server in listening:
             server.close()
         await runner.cleanup()
+
+
+def _scrape_of(observation: Observation, front_end: FrontEnd) -> scraping.Scrape:
+    """Answers scrapers of the operations port, with all facts so far."""
+
+    def scrape(head: bytes, take: Callable[[bytes], None]) -> None:
+        def answer() -> None:
+            content = b""
+            try:
+                content = scraping.answer(head, observation.render_page)
+            finally:
+                take(content)
+
+        def answer_soon() -> None:
+            """Not at once: an error of the page would be one of the link."""
+            asyncio.get_running_loop().call_soon(answer)
+
+        front_end.sync_then(answer_soon)
+
+    return scrape
 
 
 def debug_routes(

@@ -21,6 +21,7 @@ from roseinfer.observe.telemetry.forwarder import Forwarder
 from roseinfer.observe.telemetry.process import TelemetryProcess
 from roseinfer.records import LifecycleState, QueueReport
 from roseinfer.server.app import Reply
+from tests.integration.test_http_scraping import answer
 from tests.unit.observe.facts import MS
 from tests.unit.observe.telemetry.test_forwarding import Serving, run_some
 
@@ -103,6 +104,28 @@ async def test_a_process_that_is_killed_is_started_once_more_with_true_totals(ca
         await asyncio.sleep(0)
         assert server.is_taken_over
     assert "died again" in caplog.text
+
+
+async def test_scrapers_of_the_operations_port_get_the_newest_facts_without_aiohttp() -> None:
+    head = "GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept-Encoding: gzip\r\n{more}\r\n"
+    async with front() as server:
+        await server.page()
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port.getsockname()[1])
+        for seed in range(20):
+            run_some(server.traffic, seed, num_acts=5)
+            writer.write(head.format(path="/metrics", more="").encode())
+            assert server.is_exact(Page.parse((await answer(reader))[2].decode()))
+        found = []
+        for more in ("", "X-Agent: another\r\n"):  # the second is aiohttp's
+            writer.write(head.format(path="/metrics/load", more=more).encode())
+            found.append(await answer(reader))
+        writer.close()
+    (status, quick, body), (slow_status, slow, slow_body) = found
+    assert (status, body) == (slow_status, slow_body)
+    assert list(quick) != list(slow), "aiohttp has another order"
+    assert quick.keys() == slow.keys()
+    changing = ("date", "x-request-id")
+    assert all(quick[name] == slow[name] for name in quick if name not in changing)
 
 
 async def test_one_that_hangs_is_waited_for_by_nobody_and_takes_bounded_memory(

@@ -148,6 +148,10 @@ class Observation:
             observer.set_engine_info(info)
 
     async def page(self, accept: str, *, is_load: bool, takes_gzip: bool) -> Page:
+        """See `render_page`."""
+        return self.render_page(accept, is_load=is_load, takes_gzip=takes_gzip)
+
+    def render_page(self, accept: str, *, is_load: bool, takes_gzip: bool) -> Page:
         """Returns a page of metrics of this moment: `/metrics`, or `/metrics/load`."""
         self.hub.catch_up()
         content, content_type = (self.metrics.render_load if is_load else self.metrics.render)(accept)

@@ -37,6 +37,8 @@ from roseinfer.observe.metrics.totals import Running, Totals, children_of
 from roseinfer.records import Advanced, LifecycleState, RequestTimeline, StepRecord, Violation
 from roseinfer.runtime.host import HostFacts
 
+_HOST_EVERY_NS = NS_PER_S  # the kernel makes its files anew for each reader, core by core
+
 
 class Metrics(WriteObserver):
     """The observer that counts. Every series exists at 0 before the first request."""
@@ -73,6 +75,7 @@ class Metrics(WriteObserver):
         self._clock_offset_ns = time.time_ns() - time.monotonic_ns()
         self.num_dropped_spans: Callable[[], int] = lambda: 0  # reports how many spans were lost
         self.read_host: Callable[[int], HostFacts] = lambda _: HostFacts()  # for the engine's process
+        self._host_read_ns: float = -_HOST_EVERY_NS
         histograms = [row for row in CATALOGUE if row.kind == "histogram"]
         self._at_step = [(row.source, self._cells[row.name]) for row in histograms if isinstance(row.source, AtStep)]
         self._at_writes = [
@@ -215,8 +218,9 @@ class Metrics(WriteObserver):
             state.num_dropped_log_lines = self._num_dropped_log_lines()
             state.observability_ns = self._spent_ns()
             state.num_dropped_spans = self.num_dropped_spans()
-            state.host = self.read_host(state.engine.pid if state.engine else 0)
             now_ns = time.monotonic_ns()
+            if now_ns - self._host_read_ns >= _HOST_EVERY_NS:
+                state.host, self._host_read_ns = self.read_host(state.engine.pid if state.engine else 0), now_ns
             state.stalled_s = (now_ns - state.stands_since_ns) / NS_PER_S if state.stands_since_ns else 0.0
             if state.last_step_end_ns:
                 age_s = (now_ns - state.last_step_end_ns) / NS_PER_S

@@ -76,6 +76,27 @@ class Link(asyncio.Protocol):
         """Waits no more for an answer; returns whether it was still to come."""
         return self._asked.pop(number, None) is not None
 
+    def ask_then(self, name: str, payload: bytes, timeout_s: float, take: Callable[[bytes | None], None]) -> None:
+        """Asks, and calls `take` with the answer, or with None where there is none in time.
+
+        Without a task or a future, each of which is another turn of the event loop.
+        """
+
+        def end(answer: Answer) -> None:
+            deadline.cancel()
+            take(None if answer.error else answer.payload)
+
+        def give_up() -> None:
+            if self.drop(number):
+                take(None)
+
+        try:
+            number = self.begin(name, payload, end)
+        except NotReady:
+            take(None)
+            return
+        deadline = asyncio.get_running_loop().call_later(timeout_s, give_up)
+
     async def ask(self, name: str, payload: bytes = b"", timeout_s: float | None = None) -> bytes:
         """Returns the other side's answer.
 

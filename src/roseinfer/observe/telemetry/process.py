@@ -22,7 +22,7 @@ from roseinfer.config.options import Config
 from roseinfer.errors import NotReady
 from roseinfer.observe.gaps.attribution import ledger_json
 from roseinfer.observe.gaps.causes import Cause
-from roseinfer.observe.telemetry.facts import Answer, Fact, LedgerQuery, Page, PageQuery
+from roseinfer.observe.telemetry.facts import Fact, LedgerQuery, Page, PageQuery
 from roseinfer.observe.telemetry.forwarder import Forwarder
 from roseinfer.observe.telemetry.link import Link, Reply
 from roseinfer.records import QueueReport, RequestTimeline
@@ -207,30 +207,12 @@ class TelemetryProcess:
         return msgspec.msgpack.decode(content, type=Page)
 
     def scrape(self, head: bytes, take: Callable[[bytes], None]) -> None:
-        """Has a scraper's head answered; `take` gets the whole answer, or nothing where there is none in time.
-
-        Without a task or a future, each of which is another turn of the event loop.
-        """
-        link = self._link
-        if link is None:
+        """Has a scraper's head answered; `take` gets the whole answer, or nothing where there is none in time."""
+        if self._link is None:
             take(b"")
             return
         self._forwarder.catch_up()
-
-        def end(answer: Answer) -> None:
-            deadline.cancel()
-            take(answer.payload)
-
-        def give_up() -> None:
-            if link.drop(number):
-                take(b"")
-
-        try:
-            number = link.begin("scrape", head, end)
-        except NotReady:
-            take(b"")
-            return
-        deadline = asyncio.get_running_loop().call_later(PAGE_TIMEOUT_S, give_up)
+        self._link.ask_then("scrape", head, PAGE_TIMEOUT_S, lambda answer: take(answer or b""))
 
     async def ledgers(self, timelines: Sequence[RequestTimeline], until_ns: int) -> list[dict[str, object]]:
         """Returns the ledgers of requests in flight; where causes are not known in time, all is `unknown`."""

@@ -62,7 +62,7 @@ class Receiver:
 
         async def page(payload: bytes) -> bytes:
             query = msgspec.msgpack.decode(payload, type=PageQuery)
-            return msgspec.msgpack.encode(await self._observation.page(**msgspec.structs.asdict(query)))
+            return msgspec.msgpack.encode(self._observation.render_page(**msgspec.structs.asdict(query)))
 
         async def ledger(payload: bytes) -> bytes:
             query = msgspec.msgpack.decode(payload, type=LedgerQuery)

@@ -1,9 +1,9 @@
-"""Answers scrapers on the API port before aiohttp has to.
+"""Answers scrapers before aiohttp has to.
 
 Pickers of gateways ask each server for its metrics every 50 ms, on connections that they use for nothing else. Through
-aiohttp and our middlewares such a request takes most of a millisecond of the event loop that serves streams, nearly all
-for features that it does not use. Here its head goes to the process that has the metrics, and the answer comes back as
-it is written. From the first head on that is not a scraper's, a connection is aiohttp's for good.
+aiohttp and our middlewares such a request takes most of a millisecond of a core that streams want, nearly all for
+features that it does not use. Here its head goes to where the metrics are, from the API port to another process, and
+the answer is written as it comes. From the first head on that is not a scraper's, a connection is aiohttp's for good.
 """
 
 import asyncio
@@ -12,18 +12,25 @@ import re
 import uuid
 from collections.abc import Callable
 from email.utils import formatdate
+from typing import Protocol
 
 from aiohttp import EMPTY_PAYLOAD
 
-from roseinfer.errors import RoseinferError
 from roseinfer.records import LifecycleState
 from roseinfer.server.connection.connection import Connection
 from roseinfer.server.middleware import ACCESS_LOG, SERVER
-from roseinfer.server.ops.pages import LOAD_PATH, Pages, head_of
+from roseinfer.server.ops.pages import LOAD_PATH, Page, head_of
 from roseinfer.server.port import Port
 
 Scrape = Callable[[bytes, Callable[[bytes], None]], None]
 """Called with a scraper's head, and with what to call with the whole answer, or with b"" where there is none."""
+
+
+class Render(Protocol):
+    """Makes a page of metrics, as `Pages` does, without waiting."""
+
+    def __call__(self, accept: str, *, is_load: bool, takes_gzip: bool) -> Page: ...
+
 
 _HEAD = re.compile(
     rb"GET (?P<path>/metrics(?:/load)?) HTTP/1\.1\r\n"
@@ -98,7 +105,7 @@ class Scraping(asyncio.Protocol):
 # --- in the process that has the metrics ------------------------------------------------------------------------------
 
 
-async def answer(head: bytes, pages: Pages) -> bytes:
+def answer(head: bytes, render: Render) -> bytes:
     """The whole answer to a scraper's head; nothing where aiohttp should say what is wrong."""
     found = _HEAD.fullmatch(head)
     if found is None:
@@ -108,10 +115,7 @@ async def answer(head: bytes, pages: Pages) -> bytes:
     if len(fields) < len(lines) or not fields.get(b"host"):
         return b""
     accept, takes_gzip = fields.get(b"accept", b"").decode(), b"gzip" in fields.get(b"accept-encoding", b"")
-    try:
-        page = await pages(accept, is_load=found["path"].decode() == LOAD_PATH, takes_gzip=takes_gzip)
-    except RoseinferError:
-        return b""
+    page = render(accept, is_load=found["path"].decode() == LOAD_PATH, takes_gzip=takes_gzip)
     headers = (
         ("Server", SERVER),
         ("X-Request-Id", uuid.uuid4().hex),

@@ -55,6 +55,9 @@ class Asks(Protocol):
     async def ask(self, name: str, payload: bytes = b"", timeout_s: float | None = None) -> bytes:
         """Raises NotReady when there is no front end, TimeoutError, and what it raised."""
 
+    def ask_then(self, name: str, payload: bytes, timeout_s: float, take: Callable[[bytes | None], None]) -> None:
+        """Asks, and calls `take` with the answer, or with None where there is none in time."""
+
     def tell(self, name: str, payload: bytes) -> None:
         """Asks, and waits for no answer."""
 
@@ -84,6 +87,10 @@ class FrontEnd:
         except (NotReady, TimeoutError):
             return Judgement(503, b'{"status":"unavailable","trouble":"the front end does not answer"}')
         return msgspec.msgpack.decode(answer, type=Judgement)
+
+    def sync_then(self, go_on: Callable[[], None]) -> None:
+        """Calls `go_on` when all facts so far are here, or when they do not come."""
+        self._link.ask_then("sync", b"", SYNC_TIMEOUT_S, lambda _: go_on())
 
     @web.middleware
     async def ask_first(self, request: web.Request, handler: Handler) -> web.StreamResponse:

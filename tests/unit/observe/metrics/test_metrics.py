@@ -13,6 +13,7 @@ import pytest
 from roseinfer.observe.metrics.catalogue import CATALOGUE, LOAD
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.records import Advanced, Api, Arrival, Delivery, FinishReason, LifecycleState
+from roseinfer.runtime.host import HostFacts
 from tests.unit.observe.facts import ENGINE, MS, Page, Traffic, make_metrics, make_step, make_timeline, writes_of
 
 ACCEPTED = Path(__file__).with_name("accepted_by_pickers.prom")
@@ -240,6 +241,22 @@ def test_a_failed_engine_runs_nothing() -> None:
     assert page.value("roseinfer_engine_last_step_timestamp_seconds") > 0
     assert page.value("roseinfer_num_requests_running") == page.value("roseinfer_num_requests_waiting") == 0
     assert page.value("roseinfer_kv_cache_usage_ratio") == 0
+
+
+def test_what_the_host_does_is_read_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, now_ns, read = make_metrics(), 5, list[int]()
+
+    def read_host(pid: int) -> HostFacts:
+        read.append(pid)
+        return HostFacts(steal_s=len(read))
+
+    metrics.read_host = read_host
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
+    assert [Page(metrics).total("roseinfer_host_steal_seconds_total") for _ in range(3)] == [1, 1, 1]
+    metrics.set_engine_info(ENGINE)
+    now_ns += 1000 * MS
+    assert Page(metrics).total("roseinfer_host_steal_seconds_total") == 2
+    assert read == [0, ENGINE.pid]
 
 
 def test_what_the_engine_turned_out_to_be() -> None:
