@@ -99,14 +99,14 @@ def selectors_match(release: Rendered) -> list[str]:
     ]
 
 
-def probes_ask_the_operations_port(release: Rendered) -> list[str]:
+def probes_ask_the_front_end(release: Rendered) -> list[str]:
     ports = container_ports(release)
     complaints = []
     for probe, path in PROBES.items():
         asked = release.server[probe]["httpGet"]
         if asked["port"] not in ports:
             complaints.append(f"{probe} asks port {asked['port']}, which the container does not have")
-        if asked["port"] != "ops" or asked["path"] != path:
+        if asked["port"] != "http" or asked["path"] != path:
             complaints.append(f"{probe} asks {asked['path']} of {asked['port']}")
     return complaints
 
@@ -289,7 +289,7 @@ CHECKS: tuple[Check, ...] = (
     grace_outlasts_the_stop,
     a_rollout_may_take_as_long_as_a_start,
     selectors_match,
-    probes_ask_the_operations_port,
+    probes_ask_the_front_end,
     services_lead_to_ports,
     the_operations_port_stays_inside,
     a_gpu_is_requested_and_limited,

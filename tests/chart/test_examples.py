@@ -255,11 +255,11 @@ def test_two_releases_have_dashboards_of_their_own(helm: HelmProcess) -> None:
     assert all(len(uid) <= 40 for uid in uids)
 
 
-def test_with_a_certificate_the_api_speaks_tls_and_the_probes_do_not(example: ExampleOf) -> None:
+def test_with_a_certificate_the_api_and_the_probes_speak_tls(example: ExampleOf) -> None:
     release = example("tls")
     assert configured(release).server.tls_cert_file == "/etc/roseinfer/tls/tls.crt"
     assert release.one("Service", "demo-roseinfer")["spec"]["ports"][0]["name"] == "https"
-    assert "scheme" not in release.server["readinessProbe"]["httpGet"]
+    assert release.server["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http", "scheme": "HTTPS"}
     assert release.one("Pod")["spec"]["containers"][0]["command"][2].startswith("https:")
 
 

@@ -29,12 +29,12 @@ def test_an_ambient_mesh_reaches_its_members(helm: HelmProcess) -> None:
     """Its proxy's port is for those who may send to any of ours, and the kubelet's probes come from its address."""
     without = helm.render({"networkPolicy": NAMED})
     assert [admits(without, source, HBONE) for source in (GATEWAY, PROMETHEUS, NEIGHBOUR)] == [False] * 3
-    assert [admits(without, source, "ops") for source in PROBES] == [False] * 2
+    assert [admits(without, source, "http") for source in PROBES] == [False] * 2
     release = helm.render({"networkPolicy": {**NAMED, "ambientMesh": True}})
     assert [admits(release, source, HBONE) for source in (GATEWAY, PROMETHEUS, HELM_TEST)] == [True] * 3
-    assert [admits(release, source, "ops") for source in PROBES] == [True] * 2
+    assert [admits(release, source, "http") for source in PROBES] == [True] * 2
     assert not admits(release, NEIGHBOUR, HBONE)
-    assert [admits(release, source, "http") for source in PROBES] == [False] * 2
+    assert [admits(release, source, "ops") for source in PROBES] == [False] * 2
     assert helm.invalid(release, NEWEST) == []
 
 

@@ -96,13 +96,13 @@ def test_the_program_reads_the_command(device: str, kind: str) -> None:
         assert container[probe]["httpGet"]["port"] in {*ports, *ports.values()}
 
 
-def test_where_kserve_has_certificates_the_api_speaks_tls_and_probes_do_not() -> None:
+def test_where_kserve_has_certificates_the_api_and_the_probes_speak_tls() -> None:
     (container,) = pod_of("cpu", "LLMInferenceServiceConfig", with_tls=True)["containers"]
     config = configured(container)
     assert config.server.tls_cert_file == "/var/run/kserve/tls/tls.crt"
     assert config.server.tls_key_file == "/var/run/kserve/tls/tls.key"
     assert {each["name"]: each["mountPath"] for each in container["volumeMounts"]}["tls-certs"] == "/var/run/kserve/tls"
-    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "ops"}
+    assert container["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http", "scheme": "HTTPS"}
 
 
 @contextmanager

@@ -77,16 +77,16 @@ DOCTORED: list[tuple[Check, str, Doctor]] = [
         lambda r: r.pod["spec"]["topologySpreadConstraints"][0]["labelSelector"]["matchLabels"].update(a="b"),
     ),
     (
-        checks.probes_ask_the_operations_port,
+        checks.probes_ask_the_front_end,
         "default",
-        lambda r: r.server["livenessProbe"]["httpGet"].update(port="http"),
+        lambda r: r.server["livenessProbe"]["httpGet"].update(port="ops"),
     ),
     (
-        checks.probes_ask_the_operations_port,
+        checks.probes_ask_the_front_end,
         "default",
         lambda r: r.server["startupProbe"]["httpGet"].update(path="/livez"),
     ),
-    (checks.probes_ask_the_operations_port, "default", lambda r: r.server["ports"].pop()),
+    (checks.probes_ask_the_front_end, "default", lambda r: r.server["ports"].pop(0)),
     (checks.services_lead_to_ports, "default", lambda r: service(r)["ports"][0].update(targetPort="https")),
     (checks.the_operations_port_stays_inside, "default", lambda r: service(r, "-ops").update(type="NodePort")),
     (
@@ -207,8 +207,8 @@ HELM_TEST = Source({"app.kubernetes.io/instance": "demo", "app.kubernetes.io/com
 @pytest.mark.parametrize(
     ("port", "admitted", "refused"),
     [
-        ("ops", [PROMETHEUS, KUBELET], [GATEWAY, NEIGHBOUR, OTHER_IN_MONITORING, STRANGER, HELM_TEST]),
-        ("http", [GATEWAY, HELM_TEST], [PROMETHEUS, KUBELET, NEIGHBOUR, STRANGER]),
+        ("ops", [PROMETHEUS], [KUBELET, GATEWAY, NEIGHBOUR, OTHER_IN_MONITORING, STRANGER, HELM_TEST]),
+        ("http", [GATEWAY, HELM_TEST, KUBELET], [PROMETHEUS, NEIGHBOUR, STRANGER]),
     ],
 )
 def test_each_port_is_for_whom_it_was_meant(

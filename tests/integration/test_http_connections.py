@@ -17,6 +17,8 @@ from roseinfer.records import FinishReason
 from roseinfer.server.connection.connection import (
     LEAST_CONNECTIONS,
     MAX_HEADERS,
+    RESERVED_CONNECTIONS,
+    RESERVED_FOR_PEER,
     SPARE_DESCRIPTORS,
     Connection,
     Connections,
@@ -162,8 +164,19 @@ async def test_more_connections_than_the_cap_are_closed_at_once_and_the_rest_are
         AsyncExitStack() as stack,
     ):
         held = [await stack.enter_async_context(connected(server, f"127.0.0.{1 + i % 2}")) for i in range(10)]
+        async with connected(server, "127.0.0.2") as (reader, _):
+            assert await closed(reader) == b""
+        kubelet = [await stack.enter_async_context(connected(server, "127.0.0.3")) for _ in range(RESERVED_FOR_PEER)]
         async with connected(server, "127.0.0.3") as (reader, _):
             assert await closed(reader) == b""
+        for reader, writer in kubelet:  # beyond the cap
+            writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 " in await reader.readline()
+        many = [f"127.0.0.{4 + i}" for i in range(RESERVED_CONNECTIONS - RESERVED_FOR_PEER)]
+        for address in many:
+            await stack.enter_async_context(connected(server, address))
+        async with connected(server, "127.0.1.1") as (reader, _):
+            assert await closed(reader) == b"", "what is reserved is taken"
         reader, writer = held[3]
         writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b" 200 " in await reader.readline()

@@ -74,7 +74,7 @@ shorter grace period lets the kubelet cut streams that were promised to end.
 
 {{- define "roseinfer.checkPorts" -}}
 {{- if not (include "roseinfer.opsPort" . | int) }}
-{{- fail "config.server.ops_port is 0, which turns it off: the probes and the scrape need it" }}
+{{- fail "config.server.ops_port is 0, which turns it off: the scrape needs it" }}
 {{- end }}
 {{- if eq (include "roseinfer.opsPort" .) (include "roseinfer.apiPort" .) }}
 {{- fail "config.server.port and config.server.ops_port are the same" }}

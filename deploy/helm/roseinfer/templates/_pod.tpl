@@ -1,9 +1,13 @@
 {{/* Parts of the serving pod. */}}
 
+{{/* Asks the front end itself, since a pod that is short of cores gives them to what serves the operations port last. */}}
 {{- define "roseinfer.probe" -}}
 httpGet:
   path: {{ .path }}
-  port: ops
+  port: http
+  {{- if eq (include "roseinfer.scheme" .root) "https" }}
+  scheme: HTTPS
+  {{- end }}
 {{ toYaml .times }}
 {{- end }}
 

@@ -29,7 +29,10 @@ MAX_HEADERS = 128
 LEAST_CONNECTIONS = 2048
 CONNECTIONS_PER_REQUEST = 2  # of `server.max_inflight`: half of them are idle, or half come from one proxy
 HEAD_TIMEOUT_S = 10.0  # from the connection, whose TLS handshake is part of it, or from the first byte
-SPARE_DESCRIPTORS = 64  # of the process's own files
+SPARE_DESCRIPTORS = 64  # of the process's own files, and of those that are let in beyond the cap
+# Beyond the cap, for addresses that have hardly any: a kubelet that got no answer would end a server that is only full.
+RESERVED_CONNECTIONS = 16
+RESERVED_FOR_PEER = 4
 HIGH_WATER_BYTES = 64 * 1024  # asyncio's: no write waits that leaves less in an empty buffer
 _CHECKS_IN_A_DEADLINE = 4
 LONGEST_CHECK_S = 1.0
@@ -231,9 +234,11 @@ class Connections:
 
     def enter(self, connection: Connection) -> bool:
         """Count one more, unless there are too many in all or from its address; says whether it counts."""
+        num_of_peer = self._by_peer[connection.peer]
+        num_reserved = RESERVED_CONNECTIONS if num_of_peer < RESERVED_FOR_PEER else 0
         if (
-            len(self._connections) >= self.max_connections
-            or self._by_peer[connection.peer] >= self._max_connections_of_peer
+            len(self._connections) >= self.max_connections + num_reserved
+            or num_of_peer >= self._max_connections_of_peer
         ):
             self._num_refused += 1
             return False
