@@ -70,7 +70,10 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
             prometheus.wait_for(f"{demand().rstrip()} >= 1")
         samples = server.wait_metrics(roseinfer_num_requests_running=0, roseinfer_http_inflight_streams=0)
         requests = samples["roseinfer_requests_received_total"]
-        prometheus.wait_for(f"sum(roseinfer_requests_received_total) == {requests}")
+        # A scrape of the last request while it ran has all that were received, too.
+        prometheus.wait_for(
+            f"sum(roseinfer_requests_received_total) == {requests} and sum(roseinfer_num_requests_running) == 0"
+        )
         prometheus.wait_for("roseinfer:avail_all:rate5m > 0 and roseinfer:ttft_good:ratio_rate3d >= 0")
         yield Watched(server, prometheus, start, time.time())
 

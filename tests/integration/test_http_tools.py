@@ -146,7 +146,7 @@ async def test_the_engine_is_asked_for_the_grammar(path: str, body: dict[str, An
         ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages[0]"),
-        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "audio": {"id": "1"}}]}, "messages[0].content"),
         (
             {"messages": [{"role": "user", "content": "x", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}]},
             "messages[0].tool_calls[0].function.arguments",
