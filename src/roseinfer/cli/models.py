@@ -16,6 +16,7 @@ from roseinfer.config.sources import LoadedConfig
 from roseinfer.errors import ConfigError
 from roseinfer.model.attention.base import AttentionSpec
 from roseinfer.model.families.registry import native_spec
+from roseinfer.model.families.tested import TESTED
 from roseinfer.model.weights.checkpoint import Checkpoint, resolve_checkpoint
 from roseinfer.text.tokenizer.files import find_tokenizer
 
@@ -71,6 +72,7 @@ def outline(directory: Path) -> dict[str, Any]:
     config = model.config.get_text_config(decoder=True)
     return facts | {
         "served_by": "native" if spec is not None else "transformers",
+        "is_tested": spec is not None or facts["model_type"] in TESTED,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "positions": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
@@ -142,6 +144,8 @@ def _print(facts: dict[str, Any]) -> None:
         console.print(f"When it is whole it is served {how}.")
     else:
         console.print(f"{kind}: served {how}.")
+    if not facts["is_tested"]:
+        console.print("No test compares this type with transformers: a server does at start, and refuses what differs.")
     if facts["quantization"]:
         console.print(f"Its weights are quantised ({facts['quantization']}), and read as floats.")
     console.print(

@@ -49,6 +49,21 @@ def test_memory_of_each_type_without_weights(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
+    ("model_type", "architecture", "is_tested"),
+    [("gemma2", "Gemma2ForCausalLM", True), ("bert", "BertLMHeadModel", False)],
+)
+def test_a_type_that_only_a_server_compares_is_said_to_be_one(
+    model_type: str, architecture: str, is_tested: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = AutoConfig.for_model(model_type, **SHAPE, architectures=[architecture], intermediate_size=96)
+    config.save_pretrained(tmp_path)
+    outline = told(tmp_path, capsys, exit_code=2)  # without a tokenizer
+    assert (outline["served_by"], outline["is_tested"]) == ("transformers", is_tested)
+    assert main(["models", str(tmp_path)]) == 2
+    assert ("a server does at start" in capsys.readouterr().out) is not is_tested
+
+
+@pytest.mark.parametrize(
     ("model_type", "changes", "reason"),
     [
         ("qwen3", {"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
