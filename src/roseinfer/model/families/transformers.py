@@ -6,6 +6,7 @@ function is ours (`_attend_packed`), and its modules are replaced by our layers 
 serve, such as recurrent layers, is refused.
 """
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -254,6 +255,8 @@ def _first_pass_of(model: Any, checkpoint: Checkpoint) -> tuple[_Seam, Attention
     except _Unserved as error:
         refuse(checkpoint, str(error))
     except MODEL_ERRORS as error:
+        if isinstance(error, NotImplementedError) and not has_numbers:
+            raise  # the code asks for numbers
         refuse(checkpoint, f"cannot be computed without its own attention ({reason_of(error)})")
     finally:
         _first_pass.is_on = False
@@ -277,11 +280,19 @@ def _first_pass_of(model: Any, checkpoint: Checkpoint) -> tuple[_Seam, Attention
 
 
 def attention_of(model: Any, checkpoint: Checkpoint) -> AttentionSpec:
-    """The attention of modules without numbers. Raises ConfigError where a cache cannot serve it."""
+    """The attention of modules without numbers. Raises ConfigError where a cache cannot serve it, or nothing says."""
     for module in model.modules():
         if is_mixture(module):
             module.forward = lambda x, *_: x  # which experts rows go to depends on numbers
-    return _first_pass_of(model, checkpoint)[1]
+    try:
+        return _first_pass_of(model, checkpoint)[1]
+    except NotImplementedError:  # as of JetMoE, whose attention has experts: any numbers do
+        pass
+    try:
+        with_numbers = copy.deepcopy(model).to_empty(device="cpu")  # memory that is not written to takes no room
+    except RuntimeError as error:
+        refuse(checkpoint, f"is too large to be run here, which its shape depends on ({reason_of(error)})")
+    return _first_pass_of(with_numbers, checkpoint)[1]
 
 
 def _short_text(vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
