@@ -30,6 +30,7 @@ from roseinfer.engine.core.batch import (
     Watch,
 )
 from roseinfer.engine.core.stopwatch import unwatched
+from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingParams
 from roseinfer.model.device_stream import CudaStream, Event, Stream, fetched_together
 from roseinfer.model.loading import LoadedModel, OnProgress, load_model
@@ -384,7 +385,7 @@ class ModelRunner:
 
         Call it before the first request: it writes into the first blocks of the cache. Packed weights are written to
         their file only now, since writing gigabytes takes a processor that the steps want. Returns the nanoseconds of
-        some steps, on a CPU.
+        some steps, on a CPU. Raises ConfigError for weights of which no token can be drawn.
         """
         graphs, self._graphs = self._graphs, None  # the steps that no graph serves come first
         self._build_linears(max_num_tokens)
@@ -396,7 +397,11 @@ class ModelRunner:
             binding = SlotBinding(0, params, prompt_length, (), prompt)
             batch = self._prompt_batch(prompt_length, (binding,))
             self.launch(msgspec.structs.replace(batch, scored=(ScoredRow(0, prompt, 1),))).wait()
-            self.launch(decode_batch(1, prompt_length)).wait()
+            if NO_TOKEN in self.launch(decode_batch(1, prompt_length)).wait().token_ids:
+                raise ConfigError(
+                    f"The model's logits are not finite in {self.info.dtype}: weights are NaN, infinite or too large.",
+                    param="model.path",
+                )
         # The largest steps come first: they touch every page of the buffers that grow, and graphs need their addresses.
         if not self._is_host:
             for num_tokens in sorted(self._prompt_sizes(max_num_tokens), reverse=True):

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT, ScheduledBatch, ScoredRow, SlotBinding
@@ -55,6 +56,21 @@ def test_info(directory: Path, dtype: str) -> None:
     assert (info.quantization, info.kernels) == ("none", "")
     assert info.num_blocks == 4 * 7
     assert info.eos_token_ids == []
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_weights_that_are_no_numbers_are_refused_before_a_request_comes(
+    directory: Path, quantization: str, broken: float
+) -> None:
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    tensors["h.0.mlp.c_fc.weight"][3, 5] = broken
+    save_file(tensors, file, metadata={"format": "pt"})
+    runner = load(directory, quantization=quantization)
+    with pytest.raises(ConfigError, match="logits are not finite in float32") as caught:
+        runner.warm_up(64)
+    assert caught.value.param == "model.path"
 
 
 @pytest.mark.parametrize(("cache_type", "kv_dtype"), [("auto", "float32"), ("int8", "int8")])

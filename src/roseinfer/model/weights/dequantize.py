@@ -75,7 +75,9 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     def read(cls, config: object, model_type: object) -> Self:
         """From a `quantization_config`. Raises msgspec.ValidationError for what cannot be read."""
         fields = msgspec.convert(config, dict[str, Any])
-        method = str(fields.get("quant_method")).lower().replace("_", "-")
+        method = str(fields.get("quant_method") or "").lower().replace("_", "-")
+        if not method:
+            raise msgspec.ValidationError("`quant_method` is missing: it names the format of the weights")
         return msgspec.convert({**fields, "quant_method": method, "model_type": str(model_type)}, cls)
 
     def __post_init__(self) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from roseinfer.config.api_keys import KEYS_VARIABLE, ApiKey, digest_of, parse_keys, read_keys
+from roseinfer.errors import ConfigError
 from roseinfer.runtime.file_watch import WatchedFiles
 
 NO_KEY = "A valid API key is needed: `Authorization: Bearer <key>`, or `x-api-key: <key>`"
@@ -36,6 +37,8 @@ class ApiKeys:
     @classmethod
     def configured(cls, path: str | None, more: str) -> "ApiKeys | None":
         """The keys of a file and of the environment, where `;` separates them; None without any. Raises ConfigError."""
+        if "," in more:  # which would make one key of two
+            raise ConfigError("Keys are separated by semicolons, and none has a comma.", param=KEYS_VARIABLE)
         fixed = parse_keys(more.split(";"), KEYS_VARIABLE)
         return cls(fixed, None if path is None else Path(path)) if fixed or path is not None else None
 

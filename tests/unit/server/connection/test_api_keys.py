@@ -34,6 +34,15 @@ def test_a_key_is_taken_from_either_header() -> None:
     assert keys.caller({"Authorization": "Bearer mine", "x-api-key": "another"})
 
 
+def test_keys_of_the_variable_are_separated_by_semicolons_alone() -> None:
+    keys = ApiKeys.configured(None, "one; team two;")
+    assert keys is not None
+    assert [keys.knows({"x-api-key": key}) for key in ("one", "two", "one; team two;")] == [True, True, False]
+    with pytest.raises(ConfigError, match=r"^ROSEINFER_API_KEYS: Keys are separated by semicolons") as caught:
+        ApiKeys.configured(None, "secret-1,secret-2")
+    assert "secret" not in str(caught.value)
+
+
 def test_keys_have_names(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("team-a\tsecret-1\nsecret-2\n")
