@@ -4,7 +4,6 @@ A step takes a constant, so much for each decode row, for each prompt token, and
 from the KV cache; none of them can be negative.
 """
 
-from collections import deque
 from typing import NamedTuple
 
 import numpy as np
@@ -84,7 +83,7 @@ class StepCosts:
     """What recent steps say of the next one."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[int, ...]] = deque(maxlen=_WINDOW)  # 1, size and nanoseconds of each
+        self._steps: FloatArray = np.ones((_WINDOW, 2 + len(StepSize._fields)))  # 1, size and nanoseconds of each
         self._num_learned = 0
         self._coefficients: list[float] | None = None
         self._variances: list[float] = []  # of the features
@@ -92,7 +91,7 @@ class StepCosts:
 
     def learn(self, size: StepSize, duration_ns: int) -> None:
         """Learns how long a step took. One that took many times as long as the fit says is left out of it."""
-        self._steps.append((1, *size, duration_ns))
+        self._steps[self._num_learned % _WINDOW] = (1, *size, duration_ns)
         self._num_learned += 1
         is_new = not self.knows(size)
         if is_new or self._num_learned < 2 * _MIN_STEPS or self._num_learned % _REFIT_EVERY == 0:
@@ -130,7 +129,7 @@ class StepCosts:
     def _fit(self) -> None:
         if self._num_learned < _MIN_STEPS:
             return
-        steps: FloatArray = np.array(self._steps, np.float64)
+        steps = self._steps[: self._num_learned]
         features = steps[:, :-1]
         self._largest = StepSize(*features[:, 1:].max(axis=0).astype(int).tolist())
         self._variances = features[:, 1:].var(axis=0).tolist()

@@ -75,10 +75,13 @@ class Attribution(WriteObserver):
 
     def on_writes(self, writes: Writes) -> None:
         columns, begin = writes.columns(), 0
-        while begin < len(writes):  # as long as little is known, a few at a time are judged by those before them
-            end = len(writes) if self._usual_wire.num_seen >= NUM_USUAL else min(begin + _FEW, len(writes))
+        while begin < len(writes) and self._usual_wire.num_seen < NUM_USUAL:
+            end = begin + _FEW  # as long as little is known, a few at a time are judged by those before them
             self._judge_writes(writes, {name: column[begin:end] for name, column in columns.items()}, begin)
             begin = end
+        if begin < len(writes):
+            rest = {name: column[begin:] for name, column in columns.items()} if begin else columns
+            self._judge_writes(writes, rest, begin)
 
     def _judge_writes(self, writes: Writes, columns: dict[str, Column], begin: int) -> None:
         """Judges those from `begin` on, as many as the columns have."""
@@ -103,7 +106,7 @@ class Attribution(WriteObserver):
         tokens_ns, resumed_ns = columns["tokens_ns"], columns["resumed_ns"]
         at_ns = np.maximum(columns["start_ns"], tokens_ns)
         sent_ns = np.maximum(at_ns, columns["sent_ns"])
-        is_plain: Mask = is_candidate & (columns["was_delayed"] == 0) & (columns["was_paused"] == 0)
+        is_plain: Mask = is_candidate & ((columns["was_delayed"] | columns["was_paused"]) == 0)
         is_plain &= (sent_ns <= resumed_ns) & (sent_ns >= self.interruptions.quiet_since_ns)
         detokenize_ns, totals = columns["encoded_ns"] - resumed_ns, self.total_ns
         whole_ns = columns["written_ns"] - at_ns
@@ -178,7 +181,8 @@ class Attribution(WriteObserver):
             del self._shared_at[next(iter(self._shared_at))]
 
     def _count_tokens(self, gap: StepGap | None, advanced: Advanced, tokens_ns: int) -> None:
-        if advanced.num_newcomers:
+        num_newcomers = advanced.num_newcomers
+        if num_newcomers:
             for timeline in advanced.newcomers:
                 self._accounts[timeline.request_id] = _Account(self._shared, {})
         if gap is None:  # the first step of all, or of those that are known again
@@ -189,7 +193,7 @@ class Attribution(WriteObserver):
         start_ns, is_slow = gap.start_ns, self._usual.is_slow(gap.duration_ns)
         num_shared = advanced.previous_ns.count(start_ns)  # nearly always all: their timelines are not looked at
         num_more = advanced.previous_ns.count(gap.end_ns)  # beside another token of this step
-        if is_slow or num_shared + num_more + advanced.num_newcomers < len(advanced):
+        if is_slow or num_shared + num_more + num_newcomers < len(advanced):
             for timeline, previous_ns in zip(advanced, advanced.previous_ns, strict=True):
                 if previous_ns == gap.end_ns:
                     continue  # both tokens are of this step: nothing lies between them

@@ -89,7 +89,7 @@ class GapSplitter:
                 Cause.GC: record.gc_ns,
                 Cause.DECODE: compute_ns,
             }
-            taken |= _fit(stamped, left)
+            taken |= stamped if sum(stamped.values()) <= left else _fit(stamped, left)
             compute_ns = taken.pop(Cause.DECODE)
             left -= sum(taken[cause] for cause in stamped if cause is not Cause.DECODE)
         computing = self._split_compute(record, last, min(compute_ns, left))

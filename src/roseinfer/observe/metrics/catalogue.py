@@ -191,6 +191,9 @@ def batch_size(step: StepRecord, _: Advanced) -> Sequence[float]:
 def token_gaps_s(step: StepRecord, advanced: Advanced) -> list[float]:
     """Returns the inter-token latency of each of the step's tokens; none where it is the first of its request."""
     tokens_ns, stamps = step.tokens_ns, advanced.previous_ns
+    first_ns = stamps[0] if stamps else 0
+    if first_ns not in {0, tokens_ns} and stamps.count(first_ns) == len(stamps):
+        return [(tokens_ns - first_ns) / NS_PER_S] * len(stamps)
     last_ns = advanced.last_ns(tokens_ns)
     num_shared, num_more = stamps.count(last_ns) if last_ns else 0, stamps.count(tokens_ns)
     if num_shared + num_more + advanced.num_newcomers == len(stamps):

@@ -89,9 +89,12 @@ class Histogram:
         self.total += float(taken.sum())
         positive = taken[taken > ZERO_THRESHOLD]
         self.num_zeros += len(taken) - len(positive)
-        indexes, numbers = np.unique(np.ceil(np.log2(positive) * _PER_OCTAVE), return_counts=True)
-        for exponent, number in zip(indexes.tolist(), numbers.tolist(), strict=True):
-            self._add_exponent(int(exponent), number)
+        if len(positive):
+            exponents = np.ceil(np.log2(positive) * _PER_OCTAVE).astype(np.int64)
+            first = int(exponents.min())
+            for exponent, count in enumerate(np.bincount(exponents - first).tolist(), first):
+                if count:
+                    self._add_exponent(exponent, count)
         return len(values) - len(taken)
 
     def copy(self) -> "Histogram":
@@ -100,6 +103,10 @@ class Histogram:
         twin.total = self.total
         twin.exponents, twin.num_zeros = self.exponents.copy(), self.num_zeros
         return twin
+
+    def is_as(self, twin: "Histogram | None") -> bool:
+        """Returns whether nothing was counted since it had this copy."""
+        return twin is not None and twin.counts == self.counts
 
     def cumulative_counts(self) -> list[int]:
         """Returns per bound how many values were at most that large; the last is the number of values."""

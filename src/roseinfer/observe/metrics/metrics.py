@@ -33,7 +33,7 @@ from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS, Exemplar, Exempl
 from roseinfer.observe.metrics.histogram import Histogram
 from roseinfer.observe.metrics.protobuf import Exemplars, Values
 from roseinfer.observe.metrics.text import TextEncoder
-from roseinfer.observe.metrics.totals import Running, Totals, children_of
+from roseinfer.observe.metrics.totals import Child, Running, Totals, children_of
 from roseinfer.records import Advanced, LifecycleState, RequestTimeline, StepRecord, Violation
 from roseinfer.runtime.host import HostFacts
 
@@ -85,6 +85,7 @@ class Metrics(WriteObserver):
             (row.source, self._cells[row.name]) for row in histograms if isinstance(row.source, AtFinish)
         ]
         self._gc_pauses, self._scrapes = self._cells[GC_PAUSE][()], self._cells[SCRAPE_DURATION][()]
+        self._copies: dict[str, dict[Child, Histogram]] = {row.name: {} for row in histograms}  # of the last snapshot
         self._hidden = frozenset() if has_vllm_names else VLLM_NAMES
         self._text = TextEncoder(model_name)
 
@@ -230,12 +231,14 @@ class Metrics(WriteObserver):
 
     def _exemplars(self, row: Row) -> Exemplars:
         """Returns the exemplars of a metric by its label values; nothing for a metric without."""
+        if row.name not in self._shelves:
+            return {}
         return {
             child: [
                 None if found is None else MetricExemplar(found.labels, found.value_s, self._unix_s(found.at_ns))
                 for found in shelf.newest
             ]
-            for child, shelf in self._shelves.get(row.name, {}).items()
+            for child, shelf in self._shelves[row.name].items()
         }
 
     def _unix_s(self, at_ns: int) -> float:
@@ -252,4 +255,8 @@ class Metrics(WriteObserver):
         cells = self._cells[row.name]
         if row.kind == "counter":
             return {child: cell.total for child, cell in cells.items()}
-        return {child: cell.copy() for child, cell in cells.items()}
+        copies = self._copies[row.name]
+        changed = {child: cell.copy() for child, cell in cells.items() if not cell.is_as(copies.get(child))}
+        if changed:  # a new dictionary: the last one may still be read
+            copies = self._copies[row.name] = {child: changed.get(child) or copies[child] for child in cells}
+        return copies

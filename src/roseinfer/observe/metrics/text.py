@@ -6,6 +6,7 @@ time of a page.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import choose_encoder
@@ -21,7 +22,7 @@ from roseinfer.observe.metrics.protobuf import Exemplars, Values
 _MAX_FORMATS = 4  # that are kept: a scraper may name any version in its Accept header
 
 _Encode = Callable[[Collector], bytes]
-_written: Callable[[float], str] = floatToGoString
+_written: Callable[[float], str] = lru_cache(1024)(floatToGoString)  # the buckets above the largest value are equal
 _Bucket = tuple[str, float] | tuple[str, float, Exemplar]
 
 
@@ -57,17 +58,19 @@ class _Family:
         lines = self._encoded(values, {}).decode().splitlines()
         self._comments = [line for line in lines if line.startswith("#")]
         self._heads = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
-        self._last: tuple[list[float], Exemplars, bytes] = [], {}, b""
+        self._last: tuple[Values, Exemplars, bytes] | None = None
 
     def text(self, values: Values, exemplars: Exemplars) -> bytes:
-        numbers, last = _numbers(self._row, values), self._last
-        if not last[2] or last[:2] != (numbers, exemplars):
+        """Returns the text of these values; a histogram that is still the same object has not changed."""
+        last = self._last
+        if last is None or last[0] != values or last[1] != exemplars:
             if any(map(any, exemplars.values())):
                 text = self._encoded(values, exemplars)
             else:
-                lines = [f"{head} {_written(number)}" for head, number in zip(self._heads, numbers, strict=True)]
+                numbers = map(_written, _numbers(self._row, values))
+                lines = [f"{head} {number}" for head, number in zip(self._heads, numbers, strict=True)]
                 text = "\n".join((*self._comments, *lines, "")).encode()
-            last = self._last = numbers, exemplars, text
+            last = self._last = values, exemplars, text
         return last[2]
 
     def _encoded(self, values: Values, exemplars: Exemplars) -> bytes:

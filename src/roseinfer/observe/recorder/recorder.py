@@ -17,7 +17,7 @@ import numpy as np
 from roseinfer.config.options import Config
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.causes import Cause
-from roseinfer.observe.hub import WriteObserver, Writes
+from roseinfer.observe.hub import Column, WriteObserver, Writes
 from roseinfer.observe.recorder.recording import (
     INTERRUPTION_DTYPE,
     STEP_DTYPE,
@@ -37,6 +37,7 @@ _SECTIONS = ("scheduler", "cache", "runner", "engine")  # of the configuration: 
 # What is remembered: socket writes for each engine step, and steps for each finished request.
 WRITES_PER_STEP = 8
 STEPS_PER_REQUEST = 8
+_MANY_PIECES = 8  # of writes, which are stored together: that takes hardly longer than for one
 _REJECTED_DIVISOR = 8  # finished requests that are remembered for each one that was refused
 
 _Ended = tuple[int, str, bytes]
@@ -130,6 +131,7 @@ class FlightRecorder(WriteObserver):
         self._rejected: deque[_Ended] = deque(maxlen=-(-num_requests // _REJECTED_DIVISOR))
         self._steps = Ring(STEP_DTYPE, observe.recorder_steps)
         self._writes = Ring(WRITE_DTYPE, WRITES_PER_STEP * observe.recorder_steps)
+        self._new_writes: list[dict[str, Column]] = []  # not yet in the ring
         self._interruptions = Ring(INTERRUPTION_DTYPE, NUM_INTERRUPTIONS)
         self._interrupted: deque[tuple[int, int, int]] = deque(maxlen=NUM_INTERRUPTIONS)  # not yet in the ring
 
@@ -149,10 +151,9 @@ class FlightRecorder(WriteObserver):
             self._store_interruptions()
 
     def on_writes(self, writes: Writes) -> None:
-        rows, columns = np.empty(len(writes), WRITE_DTYPE), writes.columns()
-        for name in WRITE_DTYPE.names or ():
-            rows[name] = columns[name]
-        self._writes.extend(rows)
+        self._new_writes.append(writes.columns())
+        if len(self._new_writes) >= _MANY_PIECES:
+            self._store_writes()
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         del self._in_flight[timeline.request_id]
@@ -161,6 +162,14 @@ class FlightRecorder(WriteObserver):
 
     def on_resume(self, timelines: Sequence[RequestTimeline]) -> None:
         self._in_flight = {timeline.request_id: timeline for timeline in timelines}
+
+    def _store_writes(self) -> None:
+        pieces, self._new_writes = self._new_writes, []
+        if pieces:
+            rows = np.empty(sum(len(columns["serial"]) for columns in pieces), WRITE_DTYPE)
+            for name in WRITE_DTYPE.names or ():
+                rows[name] = np.concatenate([columns[name] for columns in pieces])
+            self._writes.extend(rows)
 
     def _store_interruptions(self) -> None:
         while self._interrupted:
@@ -190,6 +199,7 @@ class FlightRecorder(WriteObserver):
 
     def writes_of(self, serial: int) -> StructArray:
         """Returns the writes of one request that are still remembered."""
+        self._store_writes()
         writes = self._writes.newest()
         found: StructArray = writes[writes["serial"] == serial]
         return found
@@ -212,6 +222,7 @@ class FlightRecorder(WriteObserver):
 
     def _captured(self, steps: StructArray, begin_ns: int, trigger: str) -> Capture:
         self._store_interruptions()
+        self._store_writes()
         interruptions, writes = self._interruptions.newest(), self._writes.since("written_ns", begin_ns)
         meta = RecordingMeta(
             version=self._version,

@@ -61,14 +61,17 @@ def taken_writes(pieces: Sequence[SentWrites], timelines: Mapping[int, RequestTi
     """Returns the writes of requests that are here by their serials; adds their stamps to these."""
     tables = [np.frombuffer(piece.own, np.int64).reshape(len(OWN), -1) for piece in pieces]
     own = tables[0] if len(tables) == 1 else np.concatenate(tables, axis=1)
-    serials, order = own[OWN.index("serial")], own[OWN.index("serial")].argsort(kind="stable")
+    serials = own[OWN.index("serial")]
+    order = serials.argsort(kind="stable")
+    ordered = serials[order]
     stamps: list[int] = own[OWN.index("written_ns")][order].tolist()
-    written, counts = np.unique(serials, return_counts=True)
+    last = np.flatnonzero(ordered[1:] != ordered[:-1]).tolist()  # of each request but the last, among the ordered
     found, begin = dict[int, RequestTimeline](), 0
-    for serial, count in zip(written.tolist(), counts.tolist(), strict=True):  # many of them are one request's
+    for end in (*[at + 1 for at in last], len(stamps)):  # many of them are one request's
+        serial = int(ordered[begin])
         timeline = found[serial] = timelines[serial]
-        timeline.write_ns.extend(stamps[begin : begin + count])
-        begin += count
+        timeline.write_ns.extend(stamps[begin:end])
+        begin = end
     return Writes(_Written(serials, found), own, [arrival for piece in pieces for arrival in piece.arrivals])
 
 

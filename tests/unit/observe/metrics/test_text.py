@@ -10,8 +10,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 
 from roseinfer.observe.metrics import text
+from roseinfer.observe.metrics.catalogue import Row
 from roseinfer.observe.metrics.exemplars import REQUEST_DURATION, TIME_TO_FIRST_TOKEN, Exemplar
 from roseinfer.observe.metrics.metrics import Metrics
+from roseinfer.observe.metrics.protobuf import Values
 from roseinfer.observe.metrics.text import TextEncoder
 from roseinfer.records import LifecycleState
 from tests.unit.observe.facts import ENGINE, MODEL, MS, Traffic, make_metrics
@@ -58,3 +60,22 @@ def test_formats_that_scrapers_make_up_take_no_memory() -> None:
         encoder.encode(f"text/plain; version=1.0.{number}; escaping=underscores", metrics.snapshot())
         encoder.encode(f"application/openmetrics-text; version=1.0.{number}", metrics.snapshot())
     assert len(encoder._known) <= text._MAX_FORMATS
+
+
+def test_what_has_not_changed_since_the_last_page_is_written_no_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, encoder = make_metrics(), TextEncoder(MODEL)
+    traffic = Traffic(metrics)
+    traffic.arrive(3)
+    page = encoder.encode("", before := metrics.snapshot())[0]
+    numbers, written = text._numbers, list[str]()
+
+    def noted(row: Row, values: Values) -> list[float]:
+        written.append(row.name)
+        return numbers(row, values)
+
+    monkeypatch.setattr(text, "_numbers", noted)
+    traffic.step(2 * MS, 1)
+    encoder.encode("", metrics.snapshot())
+    assert "roseinfer_step_seconds" in written
+    assert "roseinfer_request_duration_seconds" not in written
+    assert TextEncoder(MODEL).encode("", before)[0] == page  # the earlier snapshot is as it was
