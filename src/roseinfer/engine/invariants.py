@@ -43,8 +43,8 @@ def _slots(scheduler: Scheduler) -> Iterator[tuple[str, str]]:
         if sequence.status is SequenceStatus.WAITING or table.owners[slot] is not sequence:
             yield Invariant.SLOTS, f"slot {slot} has another owner, or none"
             continue
-        num_computed, num_tokens = int(table.num_computed[slot]), int(table.num_tokens[slot])
-        if not num_computed < num_tokens <= table.max_tokens[slot] or num_computed > table.capacities[slot]:
+        num_computed, num_tokens = int(table.num_computed[slot]), table.num_tokens(slot)
+        if num_tokens - 1 > table.last_positions[slot] or num_computed > table.capacities[slot]:
             yield Invariant.SLOTS, f"slot {slot}: {num_computed} tokens of {num_tokens} do not fit what it holds"
     held = {sequence.slot for sequence in residents}
     if num_foreign := len((table.stop_token_ids.keys() | table.constraints.keys()) - held):

@@ -69,7 +69,7 @@ def drop_rejected(
     sampled = SampledTokens(rows.sampled.token_ids[kept], logprobs and [logprobs[row] for row in kept])
     first = range(len(kept) - len(rows.first), len(kept))  # chunks are the last rows, and all of them hold
     held = [token_ids[row] for row in kept]
-    rows = SampledRows(rows.index[kept], rows.ends[kept], sampled, held, first, rows.has_last, set())
+    rows = SampledRows(rows.index[kept], rows.ends[kept], sampled, held, first, rows.has_last, frozenset())
     return rows, {row: last[old] for row, old in enumerate(kept) if old in last}, accepted
 
 
@@ -108,11 +108,12 @@ class Speculation:
 
     def draft(self, index: IndexArray, budget: int) -> dict[int, Int32Array]:
         """See Drafter."""
-        table, drafts = self._table, dict[int, Int32Array]()
+        table = self._table
         self._num_steps += 1
         # Most steps of a chat end here. Behind a forward pass the rest would be read from memory: some microseconds.
         if self._num_steps < self._next_due and not (self._newcomers or self._stale or table.constraints):
-            return drafts
+            return {}
+        drafts: dict[int, Int32Array] = {}
         budget, num_rows = min(budget, MAX_STEP_DRAFTS), len(index)
         if budget > 0:
             if table.constraints:
@@ -174,7 +175,7 @@ class Speculation:
 
     def _wanted(self, kind: int, slot: int, least: float) -> int:
         """How many tokens the slot may draft: as many as are likely enough to hold."""
-        most = self._table.max_tokens.item(slot) - self._table.num_tokens.item(slot) - 1
+        most = self._table.last_positions.item(slot) - self._table.num_tokens(slot)
         if self._fixed is not None:
             return min(most, self._fixed)
         share = self._shares[kind][slot]

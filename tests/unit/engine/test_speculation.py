@@ -50,7 +50,7 @@ def test_a_draft_continues_the_place_most_like_the_end(text: list[int], draft: l
 
 def test_drafts_grow_where_they_hold_and_end_where_they_do_not() -> None:
     table = SlotTable(2, 256, 8)
-    table.max_tokens[:] = 200
+    table.last_positions[:] = 199
     pace = Pace(target_ns=None, least=16, cuts=True)
     speculation = Speculation(pace, table)
     for _ in range(16):

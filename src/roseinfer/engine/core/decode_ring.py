@@ -18,9 +18,6 @@ class DecodeRows:
     index: IndexArray  # the same, as numpy indexes with
     num_new_tokens: Int32Array  # ones
 
-    def __len__(self) -> int:
-        return len(self.slots)
-
 
 def rows_of(slots: list[int]) -> DecodeRows:
     made = np.array(slots, np.int32)

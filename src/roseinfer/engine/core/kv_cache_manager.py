@@ -27,7 +27,7 @@ class KVCacheManager:
 
     def num_missing(self, sequence: Sequence) -> int:
         """Known tokens of a resident that are not in its KV cache yet."""
-        return int(self.table.num_tokens[sequence.slot] - self.table.num_computed[sequence.slot])
+        return self.table.num_tokens(sequence.slot) - self.table.num_computed.item(sequence.slot)
 
     def match_prefix(self, sequence: Sequence) -> list[int]:
         """The cached blocks to start from.
@@ -86,8 +86,7 @@ class KVCacheManager:
 
     def find_full(self, slots: IndexArray) -> list[int]:
         """Those of the slots whose last block is full, so that the next token needs a new one."""
-        _, num_computed, _, capacities = self.table.counts[slots].T
-        full: list[int] = slots[num_computed == capacities].tolist()
+        full: list[int] = slots[self.table.num_computed[slots] == self.table.capacities[slots]].tolist()
         return full
 
     def grow(self, slots: list[int]) -> None:

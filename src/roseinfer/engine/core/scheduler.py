@@ -191,10 +191,12 @@ class Scheduler:
         decodes = self._select_decodes()
         if decodes is None:
             return None
-        budget = self._prompt_budget(len(decodes)) if self.prefilling or self.waiting else 0
-        chunks = self._continue_prefills(budget)
-        chunks += self._admit(budget - sum(length for _, length in chunks))
-        if not chunks and not len(decodes):
+        chunks: list[Chunk] = []
+        if self.prefilling or self.waiting:
+            budget = self._prompt_budget(len(decodes.slots))
+            chunks = self._continue_prefills(budget)
+            chunks += self._admit(budget - sum(length for _, length in chunks))
+        if not chunks and not len(decodes.slots):
             return None
         return self._advance(step_id, decodes, chunks)
 
@@ -213,7 +215,7 @@ class Scheduler:
         ready = self._without_unread(selected)
         rows = self._make_room(ready)
         if rows is not None:
-            self.ring.pass_turn(len(rows) + len(selected) - len(ready))
+            self.ring.pass_turn(len(rows.slots) + len(selected.slots) - len(ready.slots))
         return rows
 
     def _without_unread(self, rows: DecodeRows) -> DecodeRows:
@@ -247,7 +249,7 @@ class Scheduler:
     def _draft(self, decodes: DecodeRows, budget: int) -> dict[int, Int32Array]:
         """The slots whose tokens the batch brings along, each with its draft and the blocks for it."""
         drafts = {} if self.speculation is None else self.speculation.draft(decodes.index, budget)
-        return {slot: draft[: self.kv_cache.reserve(slot, len(draft))] for slot, draft in drafts.items()}
+        return drafts and {slot: draft[: self.kv_cache.reserve(slot, len(draft))] for slot, draft in drafts.items()}
 
     def _preempt(self, sequence: Sequence) -> None:
         """Free the sequence's blocks; it computes its tokens again later, except those in the prefix cache."""
@@ -344,25 +346,25 @@ class Scheduler:
         """Make the batch. From here on its tokens count as computed, and those it samples as known."""
         table, counts = self._table, self.counts
         bindings, self._bindings = tuple(self._bindings), []
-        counts.num_decode_seqs, counts.num_prefill_seqs = len(decodes), len(chunks)
-        num_prompt_tokens = sum(length for _, length in chunks) if chunks else 0
-        drafts = self._draft(decodes, self.limits.max_num_batched_tokens - len(decodes) - num_prompt_tokens)
+        counts.num_decode_seqs, counts.num_prefill_seqs = len(decodes.slots), len(chunks)
+        counts.num_prefill_tokens = sum(length for _, length in chunks) if chunks else 0
+        budget = self.limits.max_num_batched_tokens - counts.num_decode_seqs - counts.num_prefill_tokens
+        drafts = self._draft(decodes, budget)
         if drafts:
             decodes = rows_of([slot for slot in decodes.slots.tolist() if slot not in drafts])
-        batch, index, ends, of_slots = make_batch(step_id, table, decodes, drafts, chunks, bindings)
+        batch, index, ends = make_batch(step_id, table, decodes, drafts, chunks, bindings)
         first_chunk = batch.num_rows - len(chunks)
         counts.num_draft_tokens = sum(map(len, drafts.values())) if drafts else 0
-        counts.num_prefill_tokens, counts.num_context_tokens = num_prompt_tokens, int(np.add.reduce(ends))
-        known = slice(None) if batch.drafted is None else np.flatnonzero(batch.drafted < 0)
-        slots = index[known]  # one row each: what is drafted counts when it is accepted
-        num_tokens, num_computed, max_tokens, _ = (of_slots := of_slots[known]).T
-        num_tokens += batch.samples[known]
-        num_computed[:] = ends[known]
-        table.counts[slots] = of_slots
+        counts.num_context_tokens = sum(ends.tolist())
+        slots, num_computed = index, ends
+        if batch.drafted is not None:  # one row of each slot: what is drafted counts when it is accepted
+            known = np.flatnonzero(batch.drafted < 0)
+            slots, num_computed = index[known], ends[known]
+        table.num_computed[slots] = num_computed
         for row, (sequence, _) in enumerate(chunks, first_chunk):
             if batch.samples[row]:
                 self._begin_decoding(sequence)
-        last_slots = slots[num_tokens == max_tokens].tolist()
+        last_slots = slots[num_computed == table.last_positions[slots]].tolist()
         for slot in last_slots:
             sequence = table.owner(slot)
             self._stop_running(sequence)
@@ -387,13 +389,13 @@ class Scheduler:
         step = self.in_flight.popleft()
         assert step.batch is batch, "steps are committed in the order of their launches"
         self.counts = step.counts
-        rows = step.sampled_rows(sampled, {sequence.slot for sequence in self.leaving})
-        last, accepted = find_last_rows(rows, self._table, self.eos_token_ids), list[int]()
+        rows = step.sampled_rows(sampled, self.leaving)
+        last = find_last_rows(rows, self._table, self.eos_token_ids)
+        accepted: list[int] = []
         if self.speculation is not None and batch.drafted is not None:
             rows, last, accepted = self.speculation.judge(step, rows, last)
-            # What was drafted and held counts as known, and its keys and values as computed.
+            # The keys and values of what was drafted and held count as computed.
             np.add.at(self._table.num_computed, rows.index[accepted], 1)
-            np.add.at(self._table.num_tokens, rows.index[accepted], 1)
             step.counts.num_accepted_tokens = len(accepted)
         if failed := self._failures.judge(rows, self._table):
             last |= {row: FinishReason.ERROR for row in failed if row not in rows.surplus}
@@ -401,8 +403,8 @@ class Scheduler:
                 self.kv_cache.unpublish(self._table.owner(rows.index[row]))
         for row in range(step.first_chunk, batch.num_rows):
             self.kv_cache.publish(self._table.owner(step.index[row]), int(step.ends[row]))
-        step.keep_scores(sampled, self._table)
-        step.keep_pooled(sampled, self._table)
+        if batch.scored or batch.pooled:
+            step.keep_of_prompts(sampled, self._table)
         self._table.token_ids[rows.index, rows.ends] = rows.sampled.token_ids
         if self._table.constraints:
             advance_grammars(rows, self._table, last)

@@ -29,6 +29,7 @@ from roseinfer.records import BlockedBy, FinishReason
 Chunk = tuple[Sequence, int]
 """A sequence, and how many of its known tokens a step computes."""
 
+_NO_TOKENS: Int32Array = np.zeros(0, np.int32)
 MAX_FAILURES_IN_A_ROW = 4  # of one prompt each: one client may send it again and again
 
 
@@ -68,7 +69,7 @@ class SampledRows(msgspec.Struct, frozen=True, gc=False):
     token_ids: list[int]  # the same as `sampled` has, which are few enough to be looked through faster so
     first: range  # rows whose token is the first one after a prefill
     has_last: bool  # some row sampled the last token that its request allows
-    surplus: set[int]  # rows of sequences that ended after the step was scheduled
+    surplus: frozenset[int]  # rows of sequences that ended after the step was scheduled
 
 
 class ScheduledStep(msgspec.Struct, frozen=True, gc=False):
@@ -85,24 +86,23 @@ class ScheduledStep(msgspec.Struct, frozen=True, gc=False):
         """Whether one of its rows is the slot's."""
         return bool((self.index == slot).any())
 
-    def sampled_rows(self, sampled: SampledTokens, ended: set[int]) -> SampledRows:
-        """Its rows with their tokens; `ended` are the slots of sequences that ended after it was scheduled."""
+    def sampled_rows(self, sampled: SampledTokens, ended: list[Sequence]) -> SampledRows:
+        """Its rows with their tokens; `ended` are the sequences that ended after it was scheduled."""
         index, ends = self.index, self.ends
+        surplus: frozenset[int] = frozenset()
         if len(sampled.token_ids) < len(index):
             index, ends = index[self.batch.samples], ends[self.batch.samples]
-        surplus = {row for row, slot in enumerate(index.tolist()) if slot in ended} if ended else set()
+        if slots := {sequence.slot for sequence in ended}:
+            surplus = frozenset(row for row, slot in enumerate(index.tolist()) if slot in slots)
         token_ids = sampled.token_ids.tolist()
         return SampledRows(index, ends, sampled, token_ids, range(self.first_chunk, len(index)), self.has_last, surplus)
 
-    def keep_scores(self, sampled: SampledTokens, table: SlotTable) -> None:
-        """Keep the scores of prompt tokens with their sequences."""
+    def keep_of_prompts(self, sampled: SampledTokens, table: SlotTable) -> None:
+        """Keep the scores of prompt tokens with their sequences, and add what was pooled to what those have."""
         for row, scores in zip(self.batch.scored, sampled.scores, strict=True):
             sequence = table.owner(self.index[row.row])
             assert sequence.scores is not None, "scores are output with the first token"
             sequence.scores.append(scores)
-
-    def keep_pooled(self, sampled: SampledTokens, table: SlotTable) -> None:
-        """Add what was pooled to what its sequences have."""
         for row, part in zip(self.batch.pooled, sampled.pooled, strict=True):
             sequence = table.owner(self.index[row.row])
             sequence.pooled = part if sequence.pooled is None else sequence.pooled + part
@@ -182,48 +182,46 @@ def make_batch(
     drafts: dict[int, Int32Array],
     chunks: list[Chunk],
     bindings: tuple[SlotBinding, ...],
-) -> tuple[ScheduledBatch, IndexArray, Int32Array, Int32Array]:
-    """Return the batch, its slots as numpy indexes with, the tokens in each row's KV cache after it, and its counts."""
+) -> tuple[ScheduledBatch, IndexArray, Int32Array]:
+    """Return the batch, its slots as numpy indexes with, and the tokens in each row's KV cache after it."""
     slots, index, num_new_tokens = decodes.slots, decodes.index, decodes.num_new_tokens
-    first_chunk = len(decodes) + sum(1 + len(draft) for draft in drafts.values())
+    num_decodes = first_chunk = len(slots)
     if drafts or chunks:
+        first_chunk += sum(1 + len(draft) for draft in drafts.values())
         drafting = [slot for slot, draft in drafts.items() for _ in range(1 + len(draft))]
         slots = np.concatenate([slots, np.array([*drafting, *(sequence.slot for sequence, _ in chunks)], np.int32)])
         lengths = np.array([1] * len(drafting) + [length for _, length in chunks], np.int32)
         index, num_new_tokens = slots.astype(np.intp), np.concatenate([num_new_tokens, lengths])
-    of_slots, drafted = table.counts[index], None
-    starts: Int32Array = of_slots[:, 1].copy()
+    starts, drafted = table.num_computed[index], None
     if drafts:
         places = [place for draft in drafts.values() for place in range(1 + len(draft))]
-        starts[len(decodes) : first_chunk] += np.array(places, np.int32)
+        starts[num_decodes:first_chunk] += np.array(places, np.int32)
         tokens = [token for draft in drafts.values() for token in (NO_TOKEN, *draft.tolist())]
         if len(tokens) > len(drafts):
             drafted = np.full(len(slots), NO_TOKEN, np.int32)
-            drafted[len(decodes) : first_chunk] = tokens
+            drafted[num_decodes:first_chunk] = tokens
     ends = starts + num_new_tokens
-    samples = ends >= of_slots[:, 0]
+    samples = ends >= table.num_given[index]
     batch = ScheduledBatch(
         step_id=step_id,
         slots=slots,
         starts=starts,
         num_new_tokens=num_new_tokens,
         samples=samples,
-        num_device_rows=len(decodes),
-        token_ids=_known_tokens(table, drafts, chunks),
+        num_device_rows=num_decodes,
+        token_ids=_known_tokens(table, drafts, chunks) if drafts or chunks else _NO_TOKENS,
         block_table=table.block_ids,
         bindings=bindings,
         drafted=drafted,
-        scored=table.scored_rows(chunks, first_chunk),
+        scored=table.scored_rows(chunks, first_chunk) if chunks else (),
         masks=_masks(table, slots[samples], ends[samples]) if table.constraints else None,
-        pooled=table.pooled_rows(slots, samples, first_chunk),
+        pooled=table.pooled_rows(slots, samples, first_chunk) if chunks else (),
     )
-    return batch, index, ends, of_slots
+    return batch, index, ends
 
 
 def _known_tokens(table: SlotTable, drafts: dict[int, Int32Array], chunks: list[Chunk]) -> Int32Array:
     """The tokens that the rows compute whose tokens are known or drafted, row after row."""
-    if not drafts and not chunks:
-        return table.num_tokens[:0]
     pieces = []
     for slot, draft in drafts.items():
         pieces += [table.known_tokens(slot)[-1:], draft]
@@ -238,15 +236,16 @@ def _masks(table: SlotTable, slots: Int32Array, ends: Int32Array) -> TokenMasks 
     found = {}
     for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
         if (constraint := table.constraints.get(slot)) is not None:
-            found[slot, end] = constraint, end - table.num_tokens.item(slot)
+            found[slot, end] = constraint, end - table.num_tokens(slot)
     return TokenMasks(found) if found else None
 
 
 def find_last_rows(rows: SampledRows, table: SlotTable, eos_token_ids: tuple[int, ...]) -> dict[int, FinishReason]:
     """Find rows whose token ends their sequence: the last one allowed, an eos id they heed, or a stop id."""
-    index, token_ids, last = rows.index, rows.token_ids, dict[int, FinishReason]()
+    index, token_ids = rows.index, rows.token_ids
+    last: dict[int, FinishReason] = {}
     if rows.has_last:
-        at_limit = (rows.ends + 1 == table.max_tokens[index]).nonzero()[0].tolist()
+        at_limit = (rows.ends == table.last_positions[index]).nonzero()[0].tolist()
         last = dict.fromkeys(at_limit, FinishReason.LENGTH)
     for eos_token_id in eos_token_ids:
         if eos_token_id in token_ids:
@@ -281,10 +280,11 @@ def build_outcome(rows: SampledRows, table: SlotTable, last: dict[int, FinishRea
     scored = () if logprobs is None else [row for row, entry in enumerate(logprobs) if entry is not None]
     in_full = {*rows.first, *last, *scored, *several} - rows.surplus
     slots, token_ids = rows.index.astype(np.int32), rows.sampled.token_ids
-    if in_full or rows.surplus:
-        is_plain = np.ones(len(slots), np.bool_)
-        is_plain[[*in_full, *rows.surplus]] = False
-        slots, token_ids = slots[is_plain], token_ids[is_plain]
+    if not in_full and not rows.surplus:
+        return Outcome(slots.tobytes(), token_ids.tobytes(), [], len(slots))
+    is_plain = np.ones(len(slots), np.bool_)
+    is_plain[[*in_full, *rows.surplus]] = False
+    slots, token_ids = slots[is_plain], token_ids[is_plain]
     outputs = [_output(rows, row, table, last.get(row)) for row in sorted(in_full)]
     for row in reversed(accepted):  # its output goes into that of the row before, which is of the same sequence
         at = sorted(in_full).index(row)
