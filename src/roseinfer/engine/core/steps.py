@@ -99,12 +99,12 @@ class ScheduledStep(msgspec.Struct, frozen=True, gc=False):
 
     def keep_of_prompts(self, sampled: SampledTokens, table: SlotTable) -> None:
         """Keep the scores of prompt tokens with their sequences, and add what was pooled to what those have."""
-        for row, scores in zip(self.batch.scored, sampled.scores, strict=True):
-            sequence = table.owner(self.index[row.row])
+        for scored, scores in zip(self.batch.scored, sampled.scores, strict=True):
+            sequence = table.owner(self.index[scored.row])
             assert sequence.scores is not None, "scores are output with the first token"
             sequence.scores.append(scores)
-        for row, part in zip(self.batch.pooled, sampled.pooled, strict=True):
-            sequence = table.owner(self.index[row.row])
+        for pooled, part in zip(self.batch.pooled, sampled.pooled, strict=True):
+            sequence = table.owner(self.index[pooled.row])
             sequence.pooled = part if sequence.pooled is None else sequence.pooled + part
 
 
