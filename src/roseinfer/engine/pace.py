@@ -24,7 +24,7 @@ class Pace:
         """`target_ns` is of the gap between two tokens."""
         self._target_ns = target_ns
         self._least = least
-        self._cuts = cuts
+        self.cuts = cuts
         self._costs = StepCosts()
         self._drift = 1.0  # of steps that decoded, over what the fit said of them
         self._num_context_tokens = 0  # of the last step
@@ -63,7 +63,7 @@ class Pace:
 
     def most_prompt_tokens(self, num_rows: int, num_waiting: int) -> int:
         """See Pacer."""
-        if not self._cuts:
+        if not self.cuts:
             return _ALL
         self._learn()
         decode_ns = self._decode_ns(num_rows)

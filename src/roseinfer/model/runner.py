@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -75,7 +76,7 @@ class RunnerLimits:
 class LaunchedBatch:
     """The torch `Launched`: a batch whose tokens are sampled on the device, or will be."""
 
-    _token_ids: torch.Tensor  # on the host, of any type; valid when the event has passed
+    _token_ids: npt.NDArray[Any]  # of any type; valid when the event has passed
     _event: Event
     _logprobs: Logprobs | None
     _scores: PromptScores | None
@@ -88,12 +89,13 @@ class LaunchedBatch:
     def wait(self) -> SampledTokens:
         if self._sampled is None:
             self._event.synchronize()
-            token_ids = self._token_ids.numpy().astype(np.int32)
+            token_ids = self._token_ids.astype(np.int32)
             if self.failed_rows is not None:
                 token_ids[self.failed_rows] = OWN_FAULT
             logprobs = None if self._logprobs is None else self._logprobs.to_host(len(token_ids))
             scores = () if self._scores is None else self._scores.to_host()
-            self._sampled = SampledTokens(token_ids, logprobs, scores, to_host(self._pooled))
+            pooled = to_host(self._pooled) if self._pooled else ()
+            self._sampled = SampledTokens(token_ids, logprobs, scores, pooled)
         return self._sampled
 
 
@@ -120,6 +122,12 @@ class Results:
         ]
         self._launched: list[LaunchedBatch | None] = [None] * _NUM_BUFFERS  # whose tokens are in each buffer
         self._turn = 0
+        self._targets = cache(self._new_target)
+
+    def _new_target(self, turn: int, num_rows: int) -> tuple[torch.Tensor, npt.NDArray[Any]]:
+        """Where the tokens of a step without more than that arrive, and the same as the host reads it."""
+        target = self._buffers[turn][0][0][:num_rows]
+        return target, target.numpy()
 
     def fetch(
         self,
@@ -134,11 +142,11 @@ class Results:
         last = self._launched[turn]
         if last is not None:
             last.wait()  # it keeps its tokens, if they have not been read yet
-        buffers, event = self._buffers[turn]
+        event = self._buffers[turn][1]
         if logprobs is None and scores is None and not pooled:  # most steps, and the host is in a hurry
-            host = buffers[0][: len(token_ids)]
-            self._stream.copy(host, token_ids)
-            launched = LaunchedBatch(host, event, None, None, graph_rows)
+            target, on_host = self._targets(turn, token_ids.shape[0])
+            self._stream.copy(target, token_ids)
+            launched = LaunchedBatch(on_host, event, None, None, graph_rows)
         else:
             launched = self._fetch_all(turn, token_ids, logprobs, graph_rows, scores, pooled)
         event.record()
@@ -167,7 +175,7 @@ class Results:
         host = tensors[0][:, 0] if is_packed else next(on_host)
         logprobs = None if logprobs is None else logprobs.on_host(on_host)
         scores = None if scores is None else scores.on_host(on_host)
-        return LaunchedBatch(host, event, logprobs, scores, graph_rows, [*on_host])
+        return LaunchedBatch(host.numpy(), event, logprobs, scores, graph_rows, [*on_host])
 
 
 class _ScoredPiece:
@@ -224,6 +232,7 @@ class ModelRunner:
         )
         self._last_token = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._graph_tokens = torch.zeros(num_slots, dtype=torch.int64, device=device)  # results of graphs
+        self._graph_tokens_of = cache(lambda num_rows: self._graph_tokens[:num_rows])
         self._failed_slots = set[int]()  # their owners' parameters could not be used
         self._graphs: CudaGraphs | None = None
         self._max_graph_context = loaded.max_graph_context
@@ -241,7 +250,6 @@ class ModelRunner:
     def vocab_size(self) -> int:
         return self._model.vocab_size
 
-    @torch.inference_mode()
     def launch(self, batch: ScheduledBatch, watch: Watch = unwatched) -> LaunchedBatch:
         self._bind(batch.bindings)
         launched = self._launch_graph(batch, watch) or self._launch_eager(batch, watch)
@@ -269,8 +277,9 @@ class ModelRunner:
         with watch("forward"):
             self._graphs.replay(size)
         logprobs = self._sampler.captured_logprobs(slots)
-        return self._results.fetch(self._graph_tokens[: len(slots)], logprobs, graph_rows=size.num_rows)
+        return self._results.fetch(self._graph_tokens_of(len(slots)), logprobs, graph_rows=size.num_rows)
 
+    @torch.inference_mode()
     def _launch_eager(self, batch: ScheduledBatch, watch: Watch) -> LaunchedBatch:
         """Launch the step operation by operation."""
         slots, next_positions = _sampled(batch)
@@ -367,6 +376,7 @@ class ModelRunner:
         else:
             self._staging.stage_prompts(batch, size, watch)
 
+    @torch.inference_mode()
     def _compute(self, size: GraphSize) -> None:
         """A whole step, from staged integers to sampled tokens: the work of a graph."""
         if size.is_decode:
@@ -412,8 +422,7 @@ class ModelRunner:
             self._run_first_layer(self._prompt_batch(max_num_tokens))
         self._graphs = graphs
         if graphs is not None and self._captures_at_startup:
-            with torch.inference_mode():
-                graphs.capture_all(partial(self._on_progress, LifecycleState.WARMUP, "cuda_graphs"))
+            graphs.capture_all(partial(self._on_progress, LifecycleState.WARMUP, "cuda_graphs"))
             self._report_graphs(graphs)
             # Each capture makes torch return the memory that it kept for the next step. A step that does not fit beside
             # the graphs fails here, and not in a stream.

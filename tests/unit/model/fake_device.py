@@ -119,6 +119,11 @@ class RecordedGraph:
         self._parts.append(launch)
         self.num_launches += 1
 
+    def forget(self) -> None:
+        """Do nothing in the next replays."""
+        self._parts.clear()
+
+    @torch.inference_mode()  # as the recorded work ran
     def replay(self) -> None:
         self.num_replays += 1
         for part in self._parts:

@@ -72,13 +72,13 @@ class Scheduler:
         self._admission_turn = 0
         self._now_ns = 0  # when the last scheduled step began
         self._tokens_ns = 0  # of the last committed step; 0 when nothing was left to do after it
-        self._pacer = pacer
         self.sequences: dict[str, Sequence] = {}  # every unfinished one by request id
         self.deadlines = Deadlines()
         self.num_added = 0
         drafts, table = config.speculation, self._table
         fixed = None if drafts == "auto" else int(drafts) if drafts != "off" else 0
         self.speculation = make_drafter(table, fixed) if make_drafter and fixed != 0 else None
+        self._pacer = pacer if pacer and (pacer.cuts or self.speculation) else None  # else what it learns is of no use
         self.ring = DecodeRing(self.limits.max_num_seqs)
         self._failures = RowFailures()
         self.prefilling: list[Sequence] = []  # oldest first

@@ -53,6 +53,8 @@ class StepCounts(msgspec.Struct, gc=False):
 class Pacer(Protocol):
     """Learns what steps take: `engine/pace.py`."""
 
+    cuts: bool  # prompts
+
     def learn_step(self, counts: StepCounts, duration_ns: int) -> None:
         """Note the time between the tokens of the step before and those of this one."""
 
@@ -243,10 +245,8 @@ def _masks(table: SlotTable, slots: Int32Array, ends: Int32Array) -> TokenMasks 
 def find_last_rows(rows: SampledRows, table: SlotTable, eos_token_ids: tuple[int, ...]) -> dict[int, FinishReason]:
     """Find rows whose token ends their sequence: the last one allowed, an eos id they heed, or a stop id."""
     index, token_ids = rows.index, rows.token_ids
-    last: dict[int, FinishReason] = {}
-    if rows.has_last:
-        at_limit = (rows.ends == table.last_positions[index]).nonzero()[0].tolist()
-        last = dict.fromkeys(at_limit, FinishReason.LENGTH)
+    at_limit: list[int] = (rows.ends == table.last_positions[index]).nonzero()[0].tolist() if rows.has_last else []
+    last = dict.fromkeys(at_limit, FinishReason.LENGTH)
     for eos_token_id in eos_token_ids:
         if eos_token_id in token_ids:
             found = (row for row, token_id in enumerate(token_ids) if token_id == eos_token_id)

@@ -9,6 +9,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
 from roseinfer.engine.core.batch import Watch
@@ -84,7 +85,7 @@ class CudaGraphs:
     ) -> GraphSize | None:
         """The size with the fewest tokens that holds a step, captured if it was not; None if no graph does."""
         sizes = self._sizes[is_decode]
-        for size in sizes[bisect_left(sizes, GraphSize(num_tokens, num_rows)) :]:
+        for size in islice(sizes, bisect_left(sizes, (num_tokens, num_rows)), None):
             if size.num_rows < num_rows:
                 continue
             if size not in self._graphs:

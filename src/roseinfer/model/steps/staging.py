@@ -148,7 +148,7 @@ class Arenas:
         with watch("h2d"):
             self._stream.copy(*self._sides(arena.index, words.start, words.stop))
             arena.event.record()
-        self.num_sent_bytes = (words.stop - words.start) * self.words.itemsize
+        self.num_sent_bytes = (words.stop - words.start) * _WORD_BYTES
         if is_with_them:
             outbox.use(self.words[first:last])
         else:

@@ -258,6 +258,11 @@ def test_decode_steps_leave_nothing_for_the_garbage_collector() -> None:
     assert len(gc.get_objects()) - num_tracked < 10  # not one a step, and not one a block
 
 
+def test_what_steps_take_is_learnt_only_where_prompts_are_cut_by_it_or_drafts_weighed() -> None:
+    for options, learns in (({}, False), ({"target_itl_ms": 10.0}, True), ({"can_speculate": True}, True)):
+        assert (make_engine(**options).scheduler._pacer is not None) == learns
+
+
 def test_blocks_roll_over_exactly_when_full() -> None:
     engine = make_engine(block_size=8)
     engine.add_request(make_request("a", range(1, 8), max_tokens=12))  # the first block has one place left

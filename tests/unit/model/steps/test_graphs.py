@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from roseinfer.config.options import RunnerConfig
 from roseinfer.engine.core.batch import NO_TOKEN, Int32Array, PooledRow, ScoredRow, SlotBinding
@@ -16,6 +17,7 @@ from roseinfer.messages import SamplingParams
 from roseinfer.model.attention.base import Attend
 from roseinfer.model.runner import ModelRunner
 from roseinfer.model.steps.graphs import CudaGraphs, GraphSize, decode_graph_sizes, prompt_graph_sizes
+from roseinfer.model.steps.warm_up_batches import decode_batch
 from roseinfer.records import LifecycleState
 from tests.unit.model.driver import Ask, Driver, Plan, plans
 from tests.unit.model.fake_device import LateStream, RecordedGraph
@@ -368,3 +370,28 @@ def test_a_step_takes_no_memory_and_makes_one_copy_each_way() -> None:
     _, graph_rows = run(runner, asks_of(6), Plan(depth=1))
     assert stream.num_allocations == allocations
     assert len(stream.copied_words) - copies == 2 * len(graph_rows)
+
+
+class NoteOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The names of torch's operators that run meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(function._schema.name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_host_of_a_graph_runs_no_operator_but_the_copies() -> None:
+    stream = LateStream()
+    runner = runner_of("lazy", stream)
+    for _ in range(2):  # once for each of the buffers that take turns
+        runner.launch(decode_batch(4)).wait()
+    stream.graphs[0].forget()
+    with NoteOperators() as noted:
+        runner.launch(decode_batch(4)).wait()
+    assert noted.names == ["aten::copy_"] * 2
