@@ -42,12 +42,15 @@ LAYER = (  # inputs, outputs
     (WIDTH, 2 * INNER),
     (INNER, WIDTH),
 )
-# Name -> quantisation, whether with compiled kernels, and the bytes of a weight.
-FORMS: dict[str, tuple[Quantization, bool, float]] = {
-    "float32": ("none", True, 4.0),
-    "int8 by torch": ("int8", False, 1.0),
-    "int8": ("int8", True, 1.0),
-    "int4": ("int4", True, 0.5625),
+# Name -> the type of rows and results, quantisation, whether with compiled kernels, and the bytes of a weight.
+FORMS: dict[str, tuple[torch.dtype, Quantization, bool, float]] = {
+    "float32": (torch.float32, "none", True, 4.0),
+    "bfloat16": (torch.bfloat16, "none", True, 2.0),
+    "int8 by torch": (torch.float32, "int8", False, 1.0),
+    "int8": (torch.float32, "int8", True, 1.0),
+    "int8 of bfloat16": (torch.bfloat16, "int8", True, 1.0),
+    "int4": (torch.float32, "int4", True, 0.5625),
+    "int4 of bfloat16": (torch.bfloat16, "int4", True, 0.5625),
 }
 ROOF_MIB = 256
 # Of a call, some hundredths of a second; and those of one lane in one instruction, where they are not four.
@@ -76,15 +79,16 @@ def main() -> int:
     reads = read_patterns(ROOF_MIB << 20)
     roofs = peaks(kernels.level, args.threads) if kernels else {}
     for num_rows in map(int, args.rows.split(",")):
-        calls = {name: _step(each, num_rows) for name, each in linears.items()}
+        calls = {name: _step(each, num_rows, FORMS[name][0]) for name, each in linears.items()}
         times = in_turn(calls | reads | roofs, args.rounds)
         read_s = list(map(min, zip(*(times[name] for name in reads), strict=True)))
         print(f"\n{num_rows} rows; memory is read at {(ROOF_MIB << 20) / statistics.median(read_s) / 1e9:.1f} GB/s")
         for name in calls:
-            of_memory = [num_weights * FORMS[name][2] / time for time in times[name]]
+            of_memory = [num_weights * FORMS[name][3] / time for time in times[name]]
             of_peak = [2 * num_weights * num_rows / time for time in times[name]]
             rates = [(ROOF_MIB << 20) / time for time in read_s]
-            tops = [2 * PEAK_PRODUCTS[name] * args.threads / time for time in times.get(f"peak {name}", [])]
+            kind = name.removesuffix(" of bfloat16")
+            tops = [2 * PEAK_PRODUCTS[kind] * args.threads / time for time in times.get(f"peak {kind}", [])]
             figures = {
                 "ms": Spread.of([time * 1e3 for time in times[name]]),
                 "gb_s": Spread.of([rate / 1e9 for rate in of_memory]),
@@ -95,7 +99,7 @@ def main() -> int:
                 shares = [rate / top for rate, top in zip(of_peak, tops, strict=True)]
                 figures["share of peak"] = Spread.of(shares)
             results[f"{name}, {num_rows} rows"] = {what: asdict(spread) for what, spread in figures.items()}
-            print(f"  {name:<15}" + ", ".join(f"{what} {_cell(each)}" for what, each in figures.items()), flush=True)
+            print(f"  {name:<17}" + ", ".join(f"{what} {_cell(each)}" for what, each in figures.items()), flush=True)
     sitting.write(args.out, results)
     return 0
 
@@ -124,14 +128,14 @@ def peaks(level: str, num_threads: int) -> dict[str, Callable[[], object]]:
 
 
 def _linears(name: str, kernels: Kernels | None, num_layers: int) -> list[Linear]:
-    quantization, has_kernels, _ = FORMS[name]
-    placement = Placement(torch.device("cpu"), torch.float32, quantization, kernels if has_kernels else None)
-    weights = [torch.randn(outputs, inputs) * inputs**-0.5 for inputs, outputs in LAYER]
+    dtype, quantization, has_kernels, _ = FORMS[name]
+    placement = Placement(torch.device("cpu"), dtype, quantization, kernels if has_kernels else None)
+    weights = [(torch.randn(outputs, inputs) * inputs**-0.5).to(dtype) for inputs, outputs in LAYER]
     return [Linear(weight, None, placement) for _ in range(num_layers) for weight in weights]
 
 
-def _step(linears: list[Linear], num_rows: int) -> Callable[[], object]:
-    rows = {inputs: torch.randn(num_rows, inputs) for inputs, _ in LAYER}
+def _step(linears: list[Linear], num_rows: int, dtype: torch.dtype) -> Callable[[], object]:
+    rows = {inputs: torch.randn(num_rows, inputs).to(dtype) for inputs, _ in LAYER}
 
     def step() -> None:
         for linear in linears:

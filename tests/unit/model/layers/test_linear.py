@@ -15,8 +15,9 @@ from tests.unit.model.setups import SETUPS, Setup
 FLOAT32 = Placement(torch.device("cpu"), torch.float32)
 every_setup = pytest.mark.parametrize("setup", SETUPS, ids=str)
 
-# Inputs and outputs: tiles and panels that are full and that are not, a row of tiles, sums longer than one chunk.
-SHAPES = [(96, 97), (192, 576), (33, 16), (70, 131), (768, 50), (1100, 200), (5, 17), (769, 1)]
+# Inputs and outputs: tiles and panels that are full and that are not, a row of tiles, sums longer than one chunk, and
+# outputs that are so many that they pass the caches by.
+SHAPES = [(96, 97), (192, 576), (33, 16), (70, 131), (768, 50), (1100, 200), (5, 17), (769, 1), (40, 2048)]
 NUM_ROWS = [1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 96, 100, 128, 129, 200, 255, 256, 257, 299, 300]
 
 
@@ -54,7 +55,7 @@ def tolerance(setup: Setup, dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_what_is_computed(built_kernels: BuiltKernels, setup: Setup, activation: Activation) -> None:
     placement = setup.placement(built_kernels)
-    for num_inputs, num_outputs in (*SHAPES[:4], *SHAPES[6:]):
+    for num_inputs, num_outputs in (*SHAPES[:4], *SHAPES[6:8]):
         weight, bias = random(num_outputs, num_inputs, seed=1), random(num_outputs, seed=2)
         x = random(37, num_inputs, seed=3)
         expected = reference(x, weight, bias, activation).float()

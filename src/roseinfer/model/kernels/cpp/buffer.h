@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstdlib>
 
+#include <sys/mman.h>
+
 class Buffer {
 public:
     Buffer() = default;
@@ -14,13 +16,19 @@ public:
     uint8_t* take(int64_t size) {
         if (size > size_) {
             std::free(data_);
-            size_ = (size + 4095) / 4096 * 4096;
-            data_ = static_cast<uint8_t*>(std::aligned_alloc(4096, size_));
+            const int64_t page = size < kHugePage / 4 ? 4096 : kHugePage;
+            size_ = (size + page - 1) / page * page;
+            data_ = static_cast<uint8_t*>(std::aligned_alloc(page, size_));
+#ifdef MADV_HUGEPAGE
+            if (page == kHugePage) madvise(data_, size_, MADV_HUGEPAGE);
+#endif
         }
         return data_;
     }
 
 private:
+    static constexpr int64_t kHugePage = 2 << 20;
+
     uint8_t* data_ = nullptr;
     int64_t size_ = 0;
 };

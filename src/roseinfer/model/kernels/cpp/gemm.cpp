@@ -25,10 +25,11 @@
 namespace {
 
 constexpr int64_t kSide = 2 * kTileRows;  // a panel is so many outputs: two columns of tiles
-constexpr int64_t kChunk = 8;             // tiles of k after which, of more than 64 rows, the next ones take their
-                                          // turn: the panel's 16 KiB stay in the nearest cache meanwhile
+constexpr int64_t kChunk = 16;            // tiles of k after which, of more than 16 rows, the next ones take their turn:
+                                          // the panel's 32 KiB stay in the nearest cache meanwhile
 constexpr int64_t kRowsBytes = 1 << 20;   // packed rows that stay in the second cache while panels go by
 constexpr int64_t kMaxRows = 512;         // of them
+constexpr int64_t kManyBytes = 1 << 20;   // outputs of which the second cache would keep few until they are read
 constexpr int64_t kAhead = 2048;          // bytes before their use that lines of a column are prefetched
 constexpr int64_t kWorthThreads = 64;     // tiles; below, waking a thread costs more than it saves
 
@@ -51,29 +52,6 @@ int64_t num_tiles_of_k(int64_t num_inputs) {
 thread_local Buffer packed_rows;  // of the calling thread; those of its team read it
 thread_local Buffer row_scales;
 
-// Up to 16 rows of sums, of one or two tiles side by side, into outputs: scale, add the bias, activate, round.
-template <typename T, typename Out>
-void finish_rows(const Linear& linear, const Sum<T>* sums, const float* scales, int64_t num_rows, int64_t column,
-                 Out* out) {
-    const int64_t count = std::min(kSide, linear.num_outputs - column);
-    Floats bias[2] = {zeros(), zeros()}, column_scales[2] = {zeros(), zeros()};
-    for (int64_t half = 0; half * kTileRows < count; ++half) {
-        const int64_t at = column + half * kTileRows, here = count - half * kTileRows;
-        if (linear.bias) bias[half] = load_first(linear.bias + at, here);
-        if constexpr (sizeof(T) == 1) column_scales[half] = load_first(linear.scales + at, here);
-    }
-    with_activation(linear.activation, [&](auto activation) {
-        for (int64_t row = 0; row < num_rows; ++row) {
-            for (int64_t half = 0; half * kTileRows < count; ++half) {
-                Floats x = load(sums + (half * kTileRows + row) * kTileRows);
-                if constexpr (sizeof(T) == 1) x = x * column_scales[half] * splat(scales[row]);
-                Out* to = out + row * linear.num_outputs + column + half * kTileRows;
-                store_first(to, activate<activation.value>(x + bias[half]), count - half * kTileRows);
-            }
-        }
-    });
-}
-
 // The packed operands of a call.
 struct Rows {
     const uint8_t* tiles;
@@ -82,50 +60,107 @@ struct Rows {
     int64_t per_tile;  // 16, or fewer where there are not so many
 };
 
-// Rows first..end-1 (first a multiple of 16) times one panel, into sums [row tile][column].
-template <typename T>
-void multiply_panel(const Linear& linear, const Rows& rows, int64_t first, int64_t end, int64_t panel, uint8_t* sums) {
-    const int64_t num_tiles = num_tiles_of_k<T>(linear.num_inputs), row_step = rows.per_tile * kLineBytes;
-    const int64_t num_columns = linear.num_outputs - panel * kSide > kTileRows ? 2 : 1;
-    const uint8_t* weight = linear.weight + panel * 2 * num_tiles * kTileBytes;
-    Operands at = {};
-    at.row_step = row_step;
-    at.rows_step = num_tiles * row_step;
-    at.column_step = num_tiles * kTileBytes;
-    const int64_t num_row_tiles = (end - first + kTileRows - 1) / kTileRows;
-    if (num_row_tiles <= 4) {  // the weight is read once, so a line a little further on in it is prefetched
-        at.rows = rows.tiles + first / kTileRows * at.rows_step;
-        at.num_tiles = num_tiles;
-        at.num_ahead = kTileRows;
-        at.asks_both = num_row_tiles <= 2 && num_columns == 2;
-        for (int64_t column = 0; column < num_columns; ++column) {
-            at.column = weight + column * at.column_step;
-            at.ahead = at.column + kAhead;
-            if (at.asks_both) return multiply_both_columns<T>(at, num_row_tiles, true, sums);
-            multiply_one_column<T>(at, num_row_tiles, true, sums + column * kTileBytes);
+// Sums of up to 32 rows of a panel on their way into outputs: scale, add the bias, activate, round. It goes on row by row,
+// so that the instructions of vectors run while tiles are multiplied.
+template <typename T, typename Out, Activation activation>
+struct Pending {
+    const uint8_t* sums;  // of the next row, in the first of two columns of tiles
+    const float* scale;   // of an int8 row
+    Out* out;
+    int64_t row, end, row_step;  // of outputs
+    int64_t count;               // of outputs side by side
+    bool is_streamed;
+    Floats scales[2], bias[2];
+
+    // Of sums [row tile][two columns] of a panel, from row `first` on. Streamed outputs are whole lines, and pass the caches
+    // by: a store that waits for its line would hold up sums that are stored, and read again, after it.
+    Pending(const Linear& linear, const Rows& rows, const uint8_t* sums, int64_t first, int64_t num_rows, int64_t panel,
+            Out* to, bool is_streamed)
+        : sums(sums),
+          scale(rows.scales + first),
+          out(to + first * linear.num_outputs + panel * kSide),
+          row(0),
+          end(num_rows),
+          row_step(linear.num_outputs),
+          count(std::min(kSide, linear.num_outputs - panel * kSide)),
+          is_streamed(is_streamed) {
+        for (int64_t column = 0; column * kTileRows < kSide; ++column) {
+            const int64_t at = panel * kSide + column * kTileRows;
+            const int64_t here = std::max<int64_t>(0, count - column * kTileRows);
+            scales[column] = sizeof(T) == 1 ? load_first(linear.scales + at, here) : zeros();
+            bias[column] = linear.bias ? load_first(linear.bias + at, here) : zeros();
         }
-        return;
     }
-    // Each two row tiles prefetch their share of the next panel.
-    const int64_t num_turns = (num_row_tiles + 1) / 2;
-    const int64_t num_lines = num_columns * kTileRows / (num_turns < 4 ? 2 : num_turns < 8 ? 4 : 8);
-    for (int64_t tile = 0; tile < num_tiles; tile += kChunk) {
-        at.num_tiles = std::min(kChunk, num_tiles - tile);
-        at.column = weight + tile * kTileBytes;
-        at.num_ahead = num_lines;
-        at.ahead = weight + num_columns * (num_tiles + tile) * kTileBytes;
-        const uint8_t* ahead_end = at.ahead + num_columns * at.num_tiles * kTileBytes;
-        for (int64_t row_tile = 0; row_tile < num_row_tiles; row_tile += 2) {
-            at.rows = rows.tiles + (first / kTileRows + row_tile) * at.rows_step + tile * row_step;
-            if (at.ahead >= ahead_end) at.num_ahead = 0;
-            uint8_t* of_rows = sums + row_tile * 2 * kTileBytes;
-            const int64_t num_together = std::min<int64_t>(2, num_row_tiles - row_tile);
-            if (num_columns == 2) {
-                multiply_both_columns<T>(at, num_together, tile == 0, of_rows);
+    Pending() : row(0), end(0) {}
+
+    // Rows that a step takes for all to be done in so many.
+    int64_t rows_of_step(int64_t num_steps) const { return (kSide + num_steps - 1) / num_steps; }
+
+    inline __attribute__((always_inline)) void step(int64_t num_rows) {
+        for (const int64_t last = std::min(end, row + num_rows); row < last; ++row) {
+            const Floats low = output(0);
+            if (count <= kTileRows) {
+                store_first(out, low, count);
+            } else if (is_streamed) {
+                stream(low, output(1));
             } else {
-                multiply_one_column<T>(at, num_together, tile == 0, of_rows);
+                store(out, low);
+                store_first(out + kTileRows, output(1), count - kTileRows);
             }
+            sums += row == kTileRows - 1 ? kTileBytes + kLineBytes : kLineBytes;
+            out += row_step;
+            ++scale;
+        }
+    }
+
+private:
+    inline __attribute__((always_inline)) Floats output(int column) const {
+        Floats x = load(reinterpret_cast<const Sum<T>*>(sums + column * kTileBytes));
+        if constexpr (sizeof(T) == 1) x = x * scales[column] * splat(*scale);
+        return activate<activation>(x + bias[column]);
+    }
+
+    inline __attribute__((always_inline)) void stream(Floats low, Floats high) const {
+        if constexpr (sizeof(Out) == sizeof(float)) {
+            _mm512_stream_ps(out, low);
+            _mm512_stream_ps(out + kTileRows, high);
+        } else {
+            _mm512_stream_si512(reinterpret_cast<__m512i*>(out), (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        }
+    }
+};
+
+// Rows first..end-1 (first a multiple of 16) times one panel, two row tiles at a time, each two beside the outputs of the
+// two before, of which those of the last call may be pending still, and the last ones are when it returns.
+template <typename T, typename Out, Activation activation>
+void multiply_panel(const Linear& linear, const Rows& rows, int64_t first, int64_t end, int64_t panel, uint8_t* sums,
+                    Out* out, bool is_streamed, Pending<T, Out, activation>& pending) {
+    const int64_t num_tiles = num_tiles_of_k<T>(linear.num_inputs);
+    const int64_t num_columns = linear.num_outputs - panel * kSide > kTileRows ? 2 : 1;
+    const int64_t num_row_tiles = (end - first + kTileRows - 1) / kTileRows, num_turns = (num_row_tiles + 1) / 2;
+    const int64_t num_chunks = num_row_tiles == 1 ? 1 : (num_tiles + kChunk - 1) / kChunk;
+    Operands at = {};
+    at.row_step = rows.per_tile * kLineBytes;
+    at.rows_step = num_tiles * at.row_step;
+    at.column_step = num_tiles * kTileBytes;
+    for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+        const bool is_last = chunk + 1 == num_chunks;
+        const int64_t tile = num_tiles * chunk / num_chunks;
+        at.num_tiles = num_tiles * (chunk + 1) / num_chunks - tile;
+        at.column = linear.weight + panel * 2 * at.column_step + tile * kTileBytes;
+        // Each turn prefetches a share of the next chunk; a single row tile, which memory keeps waiting, what comes a
+        // little later.
+        at.ahead = at.column + at.num_tiles * kTileBytes + (is_last ? (num_columns - 1) * at.column_step : 0);
+        if (num_row_tiles == 1) at.ahead = at.column + kAhead;
+        const uint8_t* ahead_end = at.ahead + at.num_tiles * kTileBytes;
+        for (int64_t turn = 0; turn < num_turns; ++turn) {
+            const int64_t row = first + turn * kSide, num_together = std::min<int64_t>(2, num_row_tiles - 2 * turn);
+            at.rows = rows.tiles + row / kTileRows * at.rows_step + tile * at.row_step;
+            at.num_ahead = at.ahead < ahead_end ? (kTileRows + num_turns - 1) / num_turns : 0;
+            uint8_t* of_turn = sums + (num_chunks > 1 ? turn : 0) * 4 * kTileBytes;
+            multiply_block<T>(at, num_together, num_columns, chunk == 0, of_turn, pending);
             at.ahead += at.num_ahead * kLineBytes * at.num_tiles;
+            if (is_last) pending = {linear, rows, of_turn, row, std::min(kSide, end - row), panel, out, is_streamed};
         }
     }
 }
@@ -156,6 +191,23 @@ int64_t rows_at_once(int64_t num_rows, int64_t row_bytes, int64_t num_panels) {
     return std::max(kSide, at_once / kSide * kSide);
 }
 
+// Units, each of which is some rows times one panel.
+template <typename T, Activation activation, typename Out>
+void multiply_units(const Linear& linear, const Rows& rows, int64_t at_once, int64_t unit, int64_t last, Out* out) {
+    const int64_t num_panels = (linear.num_outputs + kSide - 1) / kSide;
+    const int64_t row_bytes = linear.num_outputs * int64_t(sizeof(Out));
+    const bool has_lines = (reinterpret_cast<uintptr_t>(out) | row_bytes) % kLineBytes == 0;
+    const bool is_streamed = has_lines && rows.count * row_bytes >= kManyBytes;
+    alignas(64) uint8_t sums[kMaxRows / kTileRows * 2 * kTileBytes];
+    Pending<T, Out, activation> pending;
+    for (; unit < last; ++unit) {
+        const int64_t first = unit / num_panels * at_once, end = std::min(rows.count, first + at_once);
+        multiply_panel<T>(linear, rows, first, end, unit % num_panels, sums, out, is_streamed, pending);
+    }
+    pending.step(kSide);
+    _mm_sfence();  // what is streamed has no order of its own
+}
+
 template <typename T, typename In, typename Out>
 void multiply_rows(const Linear& linear, const In* x, int64_t num_rows, Out* out) {
     const int64_t num_tiles = num_tiles_of_k<T>(linear.num_inputs);
@@ -176,17 +228,10 @@ void multiply_rows(const Linear& linear, const In* x, int64_t num_rows, Out* out
         }
 #pragma omp barrier
         const TileScope scope(per_tile);
-        alignas(64) uint8_t sums[kMaxRows / kTileRows * 2 * kTileBytes];
-        for (int64_t unit = num_units * thread / num_threads; unit < num_units * (thread + 1) / num_threads; ++unit) {
-            const int64_t first = unit / num_panels * at_once, panel = unit % num_panels;
-            const int64_t end = std::min(num_rows, first + at_once);
-            multiply_panel<T>(linear, rows, first, end, panel, sums);
-            for (int64_t row = first; row < end; row += kTileRows) {
-                const Sum<T>* of_rows = reinterpret_cast<const Sum<T>*>(sums + (row - first) * 2 * kLineBytes);
-                finish_rows<T>(linear, of_rows, scales + row, std::min(kTileRows, end - row), panel * kSide,
-                               out + row * linear.num_outputs);
-            }
-        }
+        const int64_t first = num_units * thread / num_threads, last = num_units * (thread + 1) / num_threads;
+        with_activation(linear.activation, [&](auto activation) {
+            multiply_units<T, activation.value>(linear, rows, at_once, first, last, out);
+        });
     }
 }
 

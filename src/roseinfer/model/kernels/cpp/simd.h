@@ -12,6 +12,7 @@
 //     zero_below(x, y, limit)         x, or 0 where y < limit
 //     reciprocal(x)                   1 / x to 2 units in the last place, for x in 1..2^20
 //     store_bytes(to, x)              whole numbers from -128 to 127; load_bytes(from) reads them
+//     store_rounded(to, x)            several registers as store_bytes does, rounded first; with HAS_ROUNDED_STORE at once
 //     lower_bfloat16, upper_bfloat16  those of each word, widened
 //     load_halves, store_halves, half_to_float, to_half   float16; rounded to nearest, ties to even
 // With HAS_BFLOAT16_PRODUCTS there are instructions for
@@ -39,6 +40,15 @@ static inline void store_bfloat16(bfloat16* to, Floats x) {
     float all[LANES];
     store(all, x);
     for (int i = 0; i < LANES; ++i) to[i] = to_bfloat16(all[i]);
+}
+
+#endif
+
+#ifndef HAS_ROUNDED_STORE
+
+template <int count>
+static inline void store_rounded(int8_t* to, const Floats (&x)[count]) {
+    for (int i = 0; i < count; ++i) store_bytes(to + i * LANES, round(x[i]));
 }
 
 #endif

@@ -44,41 +44,16 @@ struct Operands {
     const uint8_t* column;
     int64_t column_step;   // bytes from 16 outputs to the next 16
     int64_t num_tiles;     // of k
-    const uint8_t* ahead;  // lines that will be needed later
-    int64_t num_ahead;     // how many of them to ask for with each tile of k
-    bool asks_both;        // so many of the second column too
+    const uint8_t* ahead;  // lines of the columns that will be needed later
+    int64_t num_ahead;     // how many of each column to ask for with each tile of k
 };
 
-inline void ask_for(const uint8_t* lines, int64_t count) {
-    for (int64_t line = 0; line < count; line += 4) {
-        for (int64_t i = line; i < line + 4; ++i) {
-            _mm_prefetch(reinterpret_cast<const char*>(lines + i * kLineBytes), _MM_HINT_T1);
-        }
+template <int kColumns>
+inline void ask_for_ahead(Operands& at) {
+    for (int64_t line = 0; line < at.num_ahead; ++line, at.ahead += kLineBytes) {
+        prefetch_to_level2(at.ahead);
+        if constexpr (kColumns > 1) prefetch_to_level2(at.ahead + at.column_step);
     }
-}
-
-// Registers 0 to kSums - 1 out of memory and back, `step` bytes apart.
-template <int kSums>
-void begin_sums(bool is_first, const uint8_t* sums, int64_t step) {
-    if (is_first) {
-        _tile_zero(0);
-        if constexpr (kSums > 1) _tile_zero(1);
-        if constexpr (kSums > 2) _tile_zero(2);
-        if constexpr (kSums > 3) _tile_zero(3);
-    } else {
-        _tile_loadd(0, sums, kLineBytes);
-        if constexpr (kSums > 1) _tile_loadd(1, sums + step, kLineBytes);
-        if constexpr (kSums > 2) _tile_loadd(2, sums + 2 * step, kLineBytes);
-        if constexpr (kSums > 3) _tile_loadd(3, sums + 3 * step, kLineBytes);
-    }
-}
-
-template <int kSums>
-void end_sums(uint8_t* sums, int64_t step) {
-    _tile_stored(0, sums, kLineBytes);
-    if constexpr (kSums > 1) _tile_stored(1, sums + step, kLineBytes);
-    if constexpr (kSums > 2) _tile_stored(2, sums + 2 * step, kLineBytes);
-    if constexpr (kSums > 3) _tile_stored(3, sums + 3 * step, kLineBytes);
 }
 
 #define ROSEINFER_DOT(sum, rows, column)                               \
@@ -87,61 +62,58 @@ void end_sums(uint8_t* sums, int64_t step) {
         else _tile_dpbf16ps(sum, rows, column);                        \
     } while (0)
 
-// sums [row tile][two columns] = (is_first ? 0 : sums) + rows * columns: one or two row tiles and two columns, or one
-// to four row tiles and the first column.
-template <typename T, int kRowTiles, int kColumns>
-void multiply_tiles(Operands at, bool is_first, uint8_t* sums) {
-    static_assert(kRowTiles * kColumns <= 4);
-    constexpr int64_t kStep = (3 - kColumns) * kTileBytes;
-    begin_sums<kRowTiles * kColumns>(is_first, sums, kStep);
+// sums [row tile][two columns] = (is_first ? 0 : sums) + rows * columns. After each tile of k, `pending` takes a step: what
+// is left to do with other sums runs beside the products of these. The columns stay in the nearest cache for more rows;
+// what is read once passes it by.
+template <typename T, int kRowTiles, int kColumns, typename Pending>
+__attribute__((noinline)) void multiply_tiles(Operands at, bool is_first, uint8_t* sums, Pending& pending) {
+    constexpr bool kIsSquare = kRowTiles == 2 && kColumns == 2;
+    if (is_first) {
+        _tile_zero(0);
+        if constexpr (kColumns > 1) _tile_zero(1);
+        if constexpr (kRowTiles > 1) _tile_zero(2);
+        if constexpr (kIsSquare) _tile_zero(3);
+    } else {
+        _tile_stream_loadd(0, sums, kLineBytes);
+        if constexpr (kColumns > 1) _tile_stream_loadd(1, sums + kTileBytes, kLineBytes);
+        if constexpr (kRowTiles > 1) _tile_stream_loadd(2, sums + 2 * kTileBytes, kLineBytes);
+        if constexpr (kIsSquare) _tile_stream_loadd(3, sums + 3 * kTileBytes, kLineBytes);
+    }
+    Pending beside = pending;  // whose members stay in registers
+    const int64_t num_rows = beside.rows_of_step(at.num_tiles);
     for (int64_t tile = 0; tile < at.num_tiles; ++tile) {
         _tile_loadd(6, at.column, kLineBytes);
-        _tile_loadd(4, at.rows, kLineBytes);
+        _tile_stream_loadd(4, at.rows, kLineBytes);
         ROSEINFER_DOT(0, 4, 6);
-        ask_for(at.ahead, at.num_ahead);
-        if (kColumns > 1 && at.asks_both) ask_for(at.ahead + at.column_step, at.num_ahead);
-        if constexpr (kColumns == 2) {
-            _tile_loadd(7, at.column + at.column_step, kLineBytes);
-            ROSEINFER_DOT(1, 4, 7);
-            if constexpr (kRowTiles > 1) _tile_loadd(5, at.rows + at.rows_step, kLineBytes);
-            if constexpr (kRowTiles > 1) ROSEINFER_DOT(2, 5, 6);
-            if constexpr (kRowTiles > 1) ROSEINFER_DOT(3, 5, 7);
-        } else {
-            if constexpr (kRowTiles > 1) _tile_loadd(5, at.rows + at.rows_step, kLineBytes);
-            if constexpr (kRowTiles > 1) ROSEINFER_DOT(1, 5, 6);
-            if constexpr (kRowTiles > 2) _tile_loadd(4, at.rows + 2 * at.rows_step, kLineBytes);
-            if constexpr (kRowTiles > 2) ROSEINFER_DOT(2, 4, 6);
-            if constexpr (kRowTiles > 3) _tile_loadd(5, at.rows + 3 * at.rows_step, kLineBytes);
-            if constexpr (kRowTiles > 3) ROSEINFER_DOT(3, 5, 6);
-        }
+        if constexpr (kColumns > 1) _tile_loadd(7, at.column + at.column_step, kLineBytes);
+        if constexpr (kColumns > 1) ROSEINFER_DOT(1, 4, 7);
+        if constexpr (kRowTiles > 1) _tile_stream_loadd(5, at.rows + at.rows_step, kLineBytes);
+        if constexpr (kRowTiles > 1) ROSEINFER_DOT(2, 5, 6);
+        beside.step(num_rows);
+        if constexpr (kIsSquare) ROSEINFER_DOT(3, 5, 7);
+        ask_for_ahead<kColumns>(at);
         at.column += kTileBytes;
         at.rows += at.row_step;
-        at.ahead += at.num_ahead * kLineBytes;
     }
-    end_sums<kRowTiles * kColumns>(sums, kStep);
+    pending = beside;
+    _tile_stored(0, sums, kLineBytes);
+    if constexpr (kColumns > 1) _tile_stored(1, sums + kTileBytes, kLineBytes);
+    if constexpr (kRowTiles > 1) _tile_stored(2, sums + 2 * kTileBytes, kLineBytes);
+    if constexpr (kIsSquare) _tile_stored(3, sums + 3 * kTileBytes, kLineBytes);
 }
 
 #undef ROSEINFER_DOT
 
-// The same for so many row tiles.
-template <typename T>
-void multiply_both_columns(const Operands& at, int64_t num_row_tiles, bool is_first, uint8_t* sums) {
-    if (num_row_tiles == 1) return multiply_tiles<T, 1, 2>(at, is_first, sums);
-    multiply_tiles<T, 2, 2>(at, is_first, sums);
-}
-
-template <typename T>
-void multiply_one_column(const Operands& at, int64_t num_row_tiles, bool is_first, uint8_t* sums) {
-    switch (num_row_tiles) {
-        case 1:
-            return multiply_tiles<T, 1, 1>(at, is_first, sums);
-        case 2:
-            return multiply_tiles<T, 2, 1>(at, is_first, sums);
-        case 3:
-            return multiply_tiles<T, 3, 1>(at, is_first, sums);
-        default:
-            return multiply_tiles<T, 4, 1>(at, is_first, sums);
+// The same for so many row tiles and columns.
+template <typename T, typename Pending>
+void multiply_block(const Operands& at, int64_t num_row_tiles, int64_t num_columns, bool is_first, uint8_t* sums,
+                    Pending& pending) {
+    if (num_row_tiles == 2) {
+        if (num_columns == 2) return multiply_tiles<T, 2, 2>(at, is_first, sums, pending);
+        return multiply_tiles<T, 2, 1>(at, is_first, sums, pending);
     }
+    if (num_columns == 2) return multiply_tiles<T, 1, 2>(at, is_first, sums, pending);
+    multiply_tiles<T, 1, 1>(at, is_first, sums, pending);
 }
 
 }  // namespace
