@@ -16,9 +16,11 @@ from roseinfer import __version__
 from roseinfer.config.options import Config
 from roseinfer.errors import ConfigError
 from roseinfer.observe import logs
+from roseinfer.observe.metrics.totals import Load
 from roseinfer.observe.observation import Observation, import_exporters
 from roseinfer.observe.recorder import capture
 from roseinfer.observe.recorder.capture import Profile
+from roseinfer.observe.telemetry.facts import LoadQuery
 from roseinfer.observe.telemetry.link import Link
 from roseinfer.observe.telemetry.process import Setup
 from roseinfer.observe.telemetry.receiver import Receiver
@@ -66,7 +68,11 @@ async def _observe(connection: socket.socket, setup: Setup, ports: Sequence[int]
     async def scrape(head: bytes) -> bytes:
         return scraping.answer(head, observation.render_page)
 
-    link = Link({**receiver.replies(), "scrape": scrape}, receiver.take, gone.set)
+    async def load(payload: bytes) -> bytes:
+        query = msgspec.msgpack.decode(payload, type=LoadQuery)
+        return scraping.answer(query.head, partial(observation.render_page, load=query.load))
+
+    link = Link({**receiver.replies(), "scrape": scrape, "load": load}, receiver.take, gone.set)
 
     def num_dropped() -> int:
         return output.num_dropped + receiver.num_dropped_log_lines
@@ -130,19 +136,20 @@ async def _ops_port(
 def _scrape_of(observation: Observation, front_end: FrontEnd) -> scraping.Scrape:
     """Answers scrapers of the operations port, with all facts so far."""
 
-    def scrape(head: bytes, take: Callable[[bytes], None]) -> None:
-        def answer() -> None:
+    def scrape(head: bytes, is_load: bool, take: Callable[[bytes], None]) -> None:
+        def answer(packed: bytes | None) -> None:
             content = b""
             try:
-                content = scraping.answer(head, observation.render_page)
+                load = None if packed is None else msgspec.msgpack.decode(packed, type=Load)
+                content = scraping.answer(head, partial(observation.render_page, load=load))
             finally:
                 take(content)
 
-        def answer_soon() -> None:
+        def answer_soon(packed: bytes | None = None) -> None:
             """Not at once: an error of the page would be one of the link."""
-            asyncio.get_running_loop().call_soon(answer)
+            asyncio.get_running_loop().call_soon(answer, packed)
 
-        front_end.sync_then(answer_soon)
+        (front_end.load_then if is_load else front_end.sync_then)(answer_soon)
 
     return scrape
 

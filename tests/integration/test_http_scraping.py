@@ -55,7 +55,9 @@ class Pages:
         content = f"# page {self.num_asked} {accept} {is_load}\n".encode() + b"#" * self.size
         return Page(gzip.compress(content) if takes_gzip else content, "text/plain", takes_gzip)
 
-    def scrape(self, head: bytes, take: Callable[[bytes], None]) -> None:
+    def scrape(self, head: bytes, is_load: bool, take: Callable[[bytes], None]) -> None:
+        assert is_load == head.startswith(b"GET /metrics/load")
+
         async def run() -> None:
             await self.wait()
             take(answer_to(head, self.render) if self.has_them else b"")

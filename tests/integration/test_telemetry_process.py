@@ -116,10 +116,19 @@ async def test_scrapers_of_the_operations_port_get_the_newest_facts_without_aioh
             writer.write(head.format(path="/metrics", more="").encode())
             assert server.is_exact(Page.parse((await answer(reader))[2].decode()))
         found = []
+        run_some(server.traffic, 20)  # the quick page is of these too
         for more in ("", "X-Agent: another\r\n"):  # the second is aiohttp's
             writer.write(head.format(path="/metrics/load", more=more).encode())
             found.append(await answer(reader))
         writer.close()
+        run_some(server.traffic, 21)
+        of_api_port = asyncio.get_running_loop().create_future()
+        server.process.scrape(head.format(path="/metrics/load", more="").encode(), True, of_api_port.set_result)
+        reader = asyncio.StreamReader()
+        reader.feed_data(await of_api_port)
+        page = Page.parse((await answer(reader))[2].decode())
+        num_in_flight = len(server.traffic.running + server.traffic.waiting)
+        assert page.value("roseinfer_http_inflight_streams") == num_in_flight
     (status, quick, body), (slow_status, slow, slow_body) = found
     assert (status, body) == (slow_status, slow_body)
     assert list(quick) != list(slow), "aiohttp has another order"

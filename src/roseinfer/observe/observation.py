@@ -18,6 +18,7 @@ from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.hub import MAX_DELAY_S, MAX_STEPS, Hub
 from roseinfer.observe.logs import Logs, StateLog
 from roseinfer.observe.metrics.metrics import Metrics
+from roseinfer.observe.metrics.totals import Load
 from roseinfer.observe.recorder.capture import BreachCapture
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.observe.telemetry.facts import Page
@@ -151,10 +152,10 @@ class Observation:
         """See `render_page`."""
         return self.render_page(accept, is_load=is_load, takes_gzip=takes_gzip)
 
-    def render_page(self, accept: str, *, is_load: bool, takes_gzip: bool) -> Page:
-        """Returns a page of metrics of this moment: `/metrics`, or `/metrics/load`."""
+    def render_page(self, accept: str, *, is_load: bool, takes_gzip: bool, load: Load | None = None) -> Page:
+        """Returns a page of metrics of this moment: `/metrics`, or `/metrics/load`, of which `load` may say more."""
         self.hub.catch_up()
-        content, content_type = (self.metrics.render_load if is_load else self.metrics.render)(accept)
+        content, content_type = self.metrics.render_load(accept, load) if is_load else self.metrics.render(accept)
         is_compressed = takes_gzip and len(content) >= _LARGE_PAGE
         return Page(gzip.compress(content, _GZIP_LEVEL) if is_compressed else content, content_type, is_compressed)
 

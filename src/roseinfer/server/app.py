@@ -24,8 +24,8 @@ from roseinfer.text.grammar.checker import GrammarChecker
 
 SCRAPE: web.AppKey[Scrape] = web.AppKey("scrape")  # where scrapers may be answered without a middleware
 
-Reply = Callable[[bytes], Awaitable[bytes]]
-"""Answers one kind of question of the telemetry process. A RoseinferError is an answer too."""
+Reply = Callable[[bytes], bytes | Awaitable[bytes]]
+"""Answers one kind of question of the telemetry process, at once or in a task. A RoseinferError is an answer too."""
 
 
 class Telemetry(Protocol):
@@ -45,7 +45,7 @@ class Telemetry(Protocol):
     async def ready(self) -> None:
         """Return when it observes. Raises ConfigError."""
 
-    def scrape(self, head: bytes, take: Callable[[bytes], None]) -> None:
+    def scrape(self, head: bytes, is_load: bool, take: Callable[[bytes], None]) -> None:
         """See Scrape."""
 
     async def close(self) -> None:

@@ -8,7 +8,9 @@ is held for some microseconds; formatting, which takes milliseconds, happens on 
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
+import msgspec
 from prometheus_client.samples import Exemplar as MetricExemplar
 
 from roseinfer.messages import EngineInfo
@@ -28,12 +30,13 @@ from roseinfer.observe.metrics.catalogue import (
     AtWrites,
     InfoAtScrape,
     Row,
+    ServerState,
 )
 from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS, Exemplar, ExemplarShelf
 from roseinfer.observe.metrics.histogram import Histogram
 from roseinfer.observe.metrics.protobuf import Exemplars, Values
 from roseinfer.observe.metrics.text import TextEncoder
-from roseinfer.observe.metrics.totals import Child, Running, Totals, children_of
+from roseinfer.observe.metrics.totals import Child, Load, Running, Totals, children_of
 from roseinfer.records import Advanced, LifecycleState, RequestTimeline, StepRecord, Violation
 from roseinfer.runtime.host import HostFacts
 
@@ -86,7 +89,8 @@ class Metrics(WriteObserver):
         ]
         self._gc_pauses, self._scrapes = self._cells[GC_PAUSE][()], self._cells[SCRAPE_DURATION][()]
         self._copies: dict[str, dict[Child, Histogram]] = {row.name: {} for row in histograms}  # of the last snapshot
-        self._hidden = frozenset() if has_vllm_names else VLLM_NAMES
+        hidden = frozenset() if has_vllm_names else VLLM_NAMES
+        self._shown, self._shown_load = ([row for row in rows if row.name not in hidden] for rows in (CATALOGUE, LOAD))
         self._text = TextEncoder(model_name)
 
     def watch(self, attribution: Attribution, spent_ns: Callable[[], int], *, is_front_end: bool = True) -> None:
@@ -122,8 +126,6 @@ class Metrics(WriteObserver):
     def on_lifecycle(self, state: LifecycleState) -> None:
         with self._lock:
             self.totals.on_lifecycle(state)
-            if state in {LifecycleState.STARTING, LifecycleState.FAILED}:
-                self._state.last_step = None  # a dead engine runs nothing, whatever its last step said
 
     def on_start(self, timeline: RequestTimeline) -> None:
         with self._lock:
@@ -143,8 +145,6 @@ class Metrics(WriteObserver):
 
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
         with self._lock:
-            self._state.last_step = record
-            self._state.last_step_end_ns = record.end_ns
             self.totals.on_step(record, advanced)
             for source, cells in self._at_step:
                 if values := source.values(record, advanced):
@@ -192,12 +192,16 @@ class Metrics(WriteObserver):
             self._scrapes.add([(end_ns - start_ns) / NS_PER_S])
         return page, content_type
 
-    def render_load(self, accept: str) -> tuple[bytes, str]:
-        """Returns the page of the rows of `LOAD` alone, and its type: cheap enough for the event loop."""
+    def render_load(self, accept: str, load: Load | None = None) -> tuple[bytes, str]:
+        """Returns the page of the rows of `LOAD` alone, and its type: cheap enough for the event loop.
+
+        `load` is newer than the facts that are here.
+        """
         start_ns = time.monotonic_ns()
         with self._lock:
+            state = self._state if load is None else replace(self._state, **msgspec.structs.asdict(load))
             found: list[tuple[Row, Values, Exemplars]] = [
-                (row, self._values(row), {}) for row in LOAD if row.name not in self._hidden
+                (row, self._values(row, state), {}) for row in self._shown_load
             ]
         page, content_type = self._text.encode(accept, found)
         with self._lock:
@@ -226,11 +230,10 @@ class Metrics(WriteObserver):
             if state.last_step_end_ns:
                 age_s = (now_ns - state.last_step_end_ns) / NS_PER_S
                 state.last_step_unix_s = time.time() - age_s
-            shown = [row for row in CATALOGUE if row.name not in self._hidden]
-            return [(row, self._values(row), self._exemplars(row)) for row in shown]
+            return [(row, self._values(row, state), self._exemplars(row)) for row in self._shown]
 
     def _exemplars(self, row: Row) -> Exemplars:
-        """Returns the exemplars of a metric by its label values; nothing for a metric without."""
+        """Returns the exemplars of a metric by its label values, where there are any."""
         if row.name not in self._shelves:
             return {}
         return {
@@ -239,18 +242,19 @@ class Metrics(WriteObserver):
                 for found in shelf.newest
             ]
             for child, shelf in self._shelves[row.name].items()
+            if any(shelf.newest)
         }
 
     def _unix_s(self, at_ns: int) -> float:
         """Returns always the same for the same stamp: a scraper would take another time for another exemplar."""
         return (at_ns + self._clock_offset_ns) / NS_PER_S
 
-    def _values(self, row: Row) -> Values:
+    def _values(self, row: Row, state: ServerState) -> Values:
         match row.source:
             case AtScrape(values=values):
-                return {(child,) if row.labels else (): value for child, value in values(self._state).items()}
+                return {(child,) if row.labels else (): value for child, value in values(state).items()}
             case InfoAtScrape(names=names, values=values):
-                known = values(self._state)
+                known = values(state)
                 return dict(zip(zip(names), known, strict=True)) if known else {}
         cells = self._cells[row.name]
         if row.kind == "counter":

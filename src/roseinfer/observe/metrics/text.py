@@ -35,18 +35,21 @@ class TextEncoder:
 
     def encode(self, accept: str, families: Iterable[tuple[Row, Values, Exemplars]]) -> tuple[bytes, str]:
         """Returns the page and its type, in the format that the Accept header asks for."""
-        encode, content_type = _encoder(accept)
+        encode, content_type, ending = _encoder(accept)
         if content_type not in self._known and len(self._known) >= _MAX_FORMATS:
             self._known = {}
         known = self._known.setdefault(content_type, {})
         texts: list[bytes] = []
         for row, values, exemplars in families:
-            series = (*values.items(),) if row.kind == "info" else (*values,)
             family = known.get(row.name)
-            if family is None or family.series != series:
-                family = known[row.name] = _Family(encode, row, self._model_name, series, values)
-            texts.append(family.text(values, exemplars))
-        return b"".join((*texts, encode(_Families()))), content_type
+            text = None if family is None else family.kept(values, exemplars)
+            if text is None:
+                series = (*values.items(),) if row.kind == "info" else (*values,)
+                if family is None or family.series != series:
+                    family = known[row.name] = _Family(encode, row, self._model_name, series, values)
+                text = family.write(values, exemplars)
+            texts.append(text)
+        return b"".join((*texts, ending)), content_type
 
 
 class _Family:
@@ -56,22 +59,25 @@ class _Family:
         self.series = series
         self._encode, self._row, self._model_name = encode, row, model_name
         lines = self._encoded(values, {}).decode().splitlines()
-        self._comments = [line for line in lines if line.startswith("#")]
-        self._heads = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
+        comments = [line for line in lines if line.startswith("#")]
+        heads = [line.rpartition(" ")[0] for line in lines if not line.startswith("#")]
+        self._template = "".join(f"{line.replace('%', '%%')}\n" for line in comments)
+        self._template += "".join(f"{head.replace('%', '%%')} %s\n" for head in heads)
         self._last: tuple[Values, Exemplars, bytes] | None = None
 
-    def text(self, values: Values, exemplars: Exemplars) -> bytes:
-        """Returns the text of these values; a histogram that is still the same object has not changed."""
+    def kept(self, values: Values, exemplars: Exemplars) -> bytes | None:
+        """Returns the last text, if it was of these values; a histogram that is the same object has not changed."""
         last = self._last
-        if last is None or last[0] != values or last[1] != exemplars:
-            if any(map(any, exemplars.values())):
-                text = self._encoded(values, exemplars)
-            else:
-                numbers = map(_written, _numbers(self._row, values))
-                lines = [f"{head} {number}" for head, number in zip(self._heads, numbers, strict=True)]
-                text = "\n".join((*self._comments, *lines, "")).encode()
-            last = self._last = values, exemplars, text
-        return last[2]
+        return last[2] if last is not None and last[0] == values and last[1] == exemplars else None
+
+    def write(self, values: Values, exemplars: Exemplars) -> bytes:
+        """Returns their text, and keeps it."""
+        if any(map(any, exemplars.values())):
+            text = self._encoded(values, exemplars)
+        else:
+            text = (self._template % (*map(_written, _numbers(self._row, values)),)).encode()
+        self._last = values, exemplars, text
+        return text
 
     def _encoded(self, values: Values, exemplars: Exemplars) -> bytes:
         family = _family(self._row, values, self._model_name, exemplars)
@@ -88,13 +94,15 @@ class _Families(Collector):
         return iter(self._families)
 
 
-def _encoder(accept: str) -> tuple[_Encode, str]:
+@lru_cache(_MAX_FORMATS)
+def _encoder(accept: str) -> tuple[_Encode, str, bytes]:
+    """Returns how families are written, the type of the page, and what a page ends with."""
     try:
         encode, content_type = choose_encoder(accept)
     except TypeError:  # its way to say that a version in the header is no number
         encode, content_type = choose_encoder("")
     # prometheus_client (0.26) writes the colon of a sample's name, and no other, as an underscore in OpenMetrics.
-    return lambda collector: encode(collector).replace(b"\nvllm_", b"\nvllm:"), content_type
+    return lambda collector: encode(collector).replace(b"\nvllm_", b"\nvllm:"), content_type, encode(_Families())
 
 
 def _numbers(row: Row, values: Values) -> list[float]:

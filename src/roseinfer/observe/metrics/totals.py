@@ -39,6 +39,14 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     num_violations: dict[Invariant, int]
 
 
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """What `/metrics/load` shows that changes from moment to moment."""
+
+    last_step: StepRecord | None
+    num_received: int
+    num_finished: int
+
+
 _PLAIN = ("num_received", "num_finished", "num_restarts", "stands_since_ns", "start_unix_s")
 
 
@@ -62,6 +70,8 @@ class Totals(Observer):
             self.state.num_restarts += 1
             self.state.stands_since_ns = 0
         self.state.lifecycle = state
+        if state in {LifecycleState.STARTING, LifecycleState.FAILED}:
+            self.state.last_step = None  # a dead engine runs nothing, whatever its last step said
 
     def on_start(self, timeline: RequestTimeline) -> None:  # noqa: ARG002 - it is only counted
         self.state.num_received += 1
@@ -77,6 +87,7 @@ class Totals(Observer):
             self.state.num_violations[violation.invariant] += 1
 
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
+        self.state.last_step, self.state.last_step_end_ns = record, record.end_ns
         if record.num_draft_tokens:
             self.state.num_drafts["accepted"] += record.num_accepted_tokens
             self.state.num_drafts["rejected"] += record.num_draft_tokens - record.num_accepted_tokens
@@ -89,6 +100,9 @@ class Totals(Observer):
         for source, cells in self._at_finish:
             if values := source.values(timeline):
                 self.state.num_refused_intervals += cells[source.labels(timeline)].add(values)
+
+    def load(self) -> Load:
+        return Load(self.state.last_step, self.state.num_received, self.state.num_finished)
 
     def running(self) -> Running:
         """Returns all counts as they are now."""

@@ -15,7 +15,7 @@ from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.hub import MAX_DELAY_S, Hub, WriteObserver, Writes
 from roseinfer.observe.logs import StateLog
-from roseinfer.observe.metrics.totals import Totals
+from roseinfer.observe.metrics.totals import Load, Totals
 from roseinfer.observe.telemetry.facts import (
     Batch,
     EngineReady,
@@ -189,6 +189,11 @@ class Forwarder(WriteObserver):
         """Sends all facts so far."""
         self.hub.catch_up()
         self.flush()
+
+    def load(self) -> Load:
+        """Returns what no fact need travel for."""
+        self.hub.catch_up()
+        return self.totals.load()
 
     def cut(self) -> None:
         """Drops facts from now on: the other side takes no more, or has gone."""

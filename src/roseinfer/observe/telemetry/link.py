@@ -6,6 +6,7 @@ A side that does not read costs the other no wait and bounded memory: from MAX_W
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
@@ -16,10 +17,11 @@ from roseinfer.errors import NotReady, RoseinferError
 from roseinfer.observe.telemetry.facts import Answer, Fact, Message, Question
 from roseinfer.runtime.frames import FrameBuffer, encode_frame
 
+_NO_ANSWER = (NotReady.__name__, "There is no answer in time.", None)
 MAX_WAITING_BYTES = 4 << 20  # about ten thousand steps of 64 streams
 
-Reply = Callable[[bytes], Awaitable[bytes]]
-"""Answers one kind of question. A RoseinferError is an answer too."""
+Reply = Callable[[bytes], bytes | Awaitable[bytes]]
+"""Answers one kind of question, at once or in a task. A RoseinferError is an answer too."""
 
 _log = logging.getLogger(__name__)
 
@@ -42,8 +44,11 @@ class Link(asyncio.Protocol):
         self._buffer = FrameBuffer()
         self._decode = msgspec.msgpack.Decoder(Message).decode
         self._transport: asyncio.Transport | None = None  # while the link is up
+        self._held: list[bytes] | None = None  # frames that go out together
         self._num_asked = 0
         self._asked: dict[int, Callable[[Answer], None]] = {}
+        self._deadlines: dict[int, float] = {}  # of `ask_then`, all with the same timeout
+        self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # running: the event loop itself holds them weakly
 
     # --- sending ------------------------------------------------------------------------------------------------------
@@ -54,14 +59,26 @@ class Link(asyncio.Protocol):
             frame = encode_frame(message)
             if len(frame) > MAX_WAITING_BYTES and not self._is_full:  # what is larger than all that may wait, waits
                 self._transport.set_write_buffer_limits(high=len(frame) + MAX_WAITING_BYTES, low=0)
-            self._transport.write(frame)
+            if self._held is None:
+                self._transport.write(frame)
+            else:
+                self._held.append(frame)
+
+    def hold(self) -> None:
+        """Holds what is sent from now on until `release`, which sends it at once: a write wakes the other process."""
+        self._held = []
+
+    def release(self) -> None:
+        held, self._held = self._held, None
+        if self._transport is not None and held:
+            self._transport.write(b"".join(held))
 
     def tell(self, name: str, payload: bytes) -> None:
         """Asks without waiting for an answer."""
         self.send(Question(0, name, payload))
 
     def begin(self, name: str, payload: bytes, take: Callable[[Answer], None]) -> int:
-        """Asks, and returns the question's number; `take` gets the answer, unless the question is dropped before.
+        """Asks, and returns the question's number; `take` gets the answer, unless that is waited for no more.
 
         Raises NotReady when the link is down or full.
         """
@@ -72,30 +89,33 @@ class Link(asyncio.Protocol):
         self.send(Question(self._num_asked, name, payload))
         return self._num_asked
 
-    def drop(self, number: int) -> bool:
-        """Waits no more for an answer; returns whether it was still to come."""
-        return self._asked.pop(number, None) is not None
-
     def ask_then(self, name: str, payload: bytes, timeout_s: float, take: Callable[[bytes | None], None]) -> None:
         """Asks, and calls `take` with the answer, or with None where there is none in time.
 
-        Without a task or a future, each of which is another turn of the event loop.
+        Without a task or a future, each of which is another turn of the event loop, and with one timer for many.
         """
 
         def end(answer: Answer) -> None:
-            deadline.cancel()
+            self._deadlines.pop(answer.number, None)
             take(None if answer.error else answer.payload)
-
-        def give_up() -> None:
-            if self.drop(number):
-                take(None)
 
         try:
             number = self.begin(name, payload, end)
         except NotReady:
             take(None)
             return
-        deadline = asyncio.get_running_loop().call_later(timeout_s, give_up)
+        self._deadlines[number] = time.monotonic() + timeout_s
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(timeout_s, self._give_up)
+
+    def _give_up(self) -> None:
+        """Ends the questions whose time is up."""
+        self._timer, now_s = None, time.monotonic()
+        for number in [number for number, until_s in self._deadlines.items() if until_s <= now_s]:
+            self._asked.pop(number)(Answer(number, b"", _NO_ANSWER))
+        if self._deadlines and self._timer is None:
+            wait_s = min(self._deadlines.values()) - now_s
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._give_up)
 
     async def ask(self, name: str, payload: bytes = b"", timeout_s: float | None = None) -> bytes:
         """Returns the other side's answer.
@@ -111,7 +131,7 @@ class Link(asyncio.Protocol):
                 raise TimeoutError
             return answer.result()
         finally:
-            self.drop(number)
+            self._asked.pop(number, None)
 
     def close(self) -> None:
         """Closes it once all was sent."""
@@ -129,9 +149,11 @@ class Link(asyncio.Protocol):
         for payload in self._buffer.feed(data):
             match self._decode(payload):
                 case Question() as question:
-                    task = asyncio.create_task(self._answer(question), name=f"answer-{question.name}")
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+                    self.hold()
+                    try:
+                        self._begin_answer(question)
+                    finally:
+                        self.release()
                 case Answer() as answer:
                     if (take := self._asked.pop(answer.number, None)) is not None:  # else it came too late
                         take(answer)
@@ -157,13 +179,32 @@ class Link(asyncio.Protocol):
 
     # --- questions ----------------------------------------------------------------------------------------------------
 
-    async def _answer(self, question: Question) -> None:
+    def _begin_answer(self, question: Question) -> None:
         try:
-            answer = Answer(question.number, await self._replies[question.name](question.payload))
+            payload = self._replies[question.name](question.payload)
         except RoseinferError as error:
-            answer = Answer(question.number, b"", (type(error).__name__, error.message, error.param))
+            self._send_error(question, error)
+            return
+        if isinstance(payload, bytes):
+            self._send_answer(question, payload)
+            return
+        task = asyncio.create_task(self._answer(question, payload), name=f"answer-{question.name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, question: Question, payload: Awaitable[bytes]) -> None:
+        try:
+            self._send_answer(question, await payload)
+        except RoseinferError as error:
+            self._send_error(question, error)
+
+    def _send_answer(self, question: Question, payload: bytes) -> None:
         if question.number:
-            self.send(answer)
+            self.send(Answer(question.number, payload))
+
+    def _send_error(self, question: Question, error: RoseinferError) -> None:
+        if question.number:
+            self.send(Answer(question.number, b"", (type(error).__name__, error.message, error.param)))
 
 
 def _settle(waiting: "asyncio.Future[bytes]", answer: Answer) -> None:

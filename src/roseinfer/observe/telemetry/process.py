@@ -22,7 +22,7 @@ from roseinfer.config.options import Config
 from roseinfer.errors import NotReady
 from roseinfer.observe.gaps.attribution import ledger_json
 from roseinfer.observe.gaps.causes import Cause
-from roseinfer.observe.telemetry.facts import Fact, LedgerQuery, Page, PageQuery
+from roseinfer.observe.telemetry.facts import Fact, LedgerQuery, LoadQuery, Page, PageQuery
 from roseinfer.observe.telemetry.forwarder import Forwarder
 from roseinfer.observe.telemetry.link import Link, Reply
 from roseinfer.records import QueueReport, RequestTimeline
@@ -98,7 +98,13 @@ class TelemetryProcess:
         `replies` answer what it asks, beside those of this class.
         """
         self._ports, self._take_over = list(ports), take_over
-        self._replies = {"started": self._note_pid, "sync": self._sync, "look": self._look, **replies}
+        self._replies = {
+            "started": self._note_pid,
+            "sync": self._sync,
+            "load": self._load,
+            "look": self._look,
+            **replies,
+        }
         descriptors = [port.fileno() for port in ports]
         setup = Setup(self._config, self._more_keys, len(descriptors))
         self._forks = ForkServer(self._command, msgspec.msgpack.encode(setup), descriptors, self._begun)
@@ -206,13 +212,19 @@ class TelemetryProcess:
             raise NotReady("The telemetry process, which has the metrics, does not answer.") from None
         return msgspec.msgpack.decode(content, type=Page)
 
-    def scrape(self, head: bytes, take: Callable[[bytes], None]) -> None:
+    def scrape(self, head: bytes, is_load: bool, take: Callable[[bytes], None]) -> None:
         """Has a scraper's head answered; `take` gets the whole answer, or nothing where there is none in time."""
         if self._link is None:
             take(b"")
             return
-        self._forwarder.catch_up()
-        self._link.ask_then("scrape", head, PAGE_TIMEOUT_S, lambda answer: take(answer or b""))
+        name, payload = "scrape", head
+        self._link.hold()
+        if is_load:
+            name, payload = "load", msgspec.msgpack.encode(LoadQuery(head, self._forwarder.load()))
+        else:
+            self._forwarder.catch_up()
+        self._link.ask_then(name, payload, PAGE_TIMEOUT_S, lambda answer: take(answer or b""))
+        self._link.release()
 
     async def ledgers(self, timelines: Sequence[RequestTimeline], until_ns: int) -> list[dict[str, object]]:
         """Returns the ledgers of requests in flight; where causes are not known in time, all is `unknown`."""
@@ -239,15 +251,18 @@ class TelemetryProcess:
             for causes, unknown in zip(found, nothing, strict=True)
         ]
 
-    async def _note_pid(self, pid: bytes) -> bytes:
+    def _note_pid(self, pid: bytes) -> bytes:
         self.pid = int(pid)
         return b""
 
-    async def _sync(self, _: bytes) -> bytes:
+    def _sync(self, _: bytes) -> bytes:
         self._forwarder.catch_up()
         return b""
 
-    async def _look(self, _: bytes) -> bytes:
+    def _load(self, _: bytes) -> bytes:
+        return msgspec.msgpack.encode(self._forwarder.load())
+
+    def _look(self, _: bytes) -> bytes:
         self._forwarder.catch_up()
         return self._forwarder.present(self._report_queue())
 

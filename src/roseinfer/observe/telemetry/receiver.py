@@ -1,6 +1,6 @@
 """The telemetry process's side of facts: decodes them, and gives them to a hub as if they had happened here."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
 
@@ -25,7 +25,6 @@ from roseinfer.observe.telemetry.facts import (
     decode_state,
     taken_writes,
 )
-from roseinfer.observe.telemetry.link import Reply
 from roseinfer.records import Advanced, LifecycleState, QueueReport, RequestTimeline
 
 
@@ -52,7 +51,7 @@ class Receiver:
         """Takes no facts, since there is nothing to observe them; the front end hears why."""
         self._refusal = refusal
 
-    def replies(self) -> dict[str, Reply]:
+    def replies(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
         """Returns the answers to the front end's questions, by name."""
 
         async def ready(_: bytes) -> bytes:

@@ -9,10 +9,12 @@ the answer is written as it comes. From the first head on that is not a scraper'
 import asyncio
 import logging
 import re
+import time
 import uuid
 from collections.abc import Callable
 from email.utils import formatdate
-from typing import Protocol
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
 from aiohttp import EMPTY_PAYLOAD
 
@@ -22,8 +24,9 @@ from roseinfer.server.middleware import ACCESS_LOG, SERVER
 from roseinfer.server.ops.pages import LOAD_PATH, Page, head_of
 from roseinfer.server.port import Port
 
-Scrape = Callable[[bytes, Callable[[bytes], None]], None]
-"""Called with a scraper's head, and with what to call with the whole answer, or with b"" where there is none."""
+Scrape = Callable[[bytes, bool, Callable[[bytes], None]], None]
+"""Called with a scraper's head, whether it asks for `/metrics/load`, and what to call with the whole answer, or with
+b"" where there is none."""
 
 
 class Render(Protocol):
@@ -32,6 +35,7 @@ class Render(Protocol):
     def __call__(self, accept: str, *, is_load: bool, takes_gzip: bool) -> Page: ...
 
 
+_LOAD = f"GET {LOAD_PATH} ".encode()
 _HEAD = re.compile(
     rb"GET (?P<path>/metrics(?:/load)?) HTTP/1\.1\r\n"
     rb"(?P<fields>(?:(?:host|user-agent|accept|accept-encoding|x-prometheus-scrape-timeout-seconds):[ -~]{0,1024}\r\n"
@@ -48,6 +52,7 @@ class Scraping(asyncio.Protocol):
         self._port = port
         self._scrape = scrape
         self._transport: asyncio.Transport
+        self._known = b""  # the last head, which a scraper repeats
         self._head = b""  # whose answer has not come
         self._early = b""  # what came before it
         # A page that is not read in time counts as any other answer.
@@ -65,12 +70,12 @@ class Scraping(asyncio.Protocol):
         if self._head:
             self._early += data
             self._transport.pause_reading()
-        elif _HEAD.fullmatch(data) is None or self._is_special():
+        elif (data != self._known and _HEAD.fullmatch(data) is None) or self._is_special():
             self._hand_over(data)
         else:
-            self._head = data
+            self._head = self._known = data
             self._connection.begin(EMPTY_PAYLOAD)
-            self._scrape(data, self._take)
+            self._scrape(data, data.startswith(_LOAD), self._take)
 
     def _is_special(self) -> bool:
         """Whether the answer is to be logged, to say that the server stops, or to wait for a client that is slow."""
@@ -105,21 +110,40 @@ class Scraping(asyncio.Protocol):
 # --- in the process that has the metrics ------------------------------------------------------------------------------
 
 
-def answer(head: bytes, render: Render) -> bytes:
-    """The whole answer to a scraper's head; nothing where aiohttp should say what is wrong."""
+class _Wanted(NamedTuple):
+    accept: str
+    is_load: bool
+    takes_gzip: bool
+
+
+@lru_cache(16)  # a scraper asks the same each time
+def _wanted(head: bytes) -> _Wanted | None:
     found = _HEAD.fullmatch(head)
     if found is None:
-        return b""
+        return None
     lines = [line.partition(b":") for line in found["fields"].splitlines()]
     fields = {name.lower(): value.strip() for name, _, value in lines}
     if len(fields) < len(lines) or not fields.get(b"host"):
+        return None
+    takes_gzip = b"gzip" in fields.get(b"accept-encoding", b"")
+    return _Wanted(fields.get(b"accept", b"").decode(), found["path"].decode() == LOAD_PATH, takes_gzip)
+
+
+@lru_cache(1)
+def _date(unix_s: int) -> str:
+    return formatdate(unix_s, usegmt=True)
+
+
+def answer(head: bytes, render: Render) -> bytes:
+    """The whole answer to a scraper's head; nothing where aiohttp should say what is wrong."""
+    wanted = _wanted(head)
+    if wanted is None:
         return b""
-    accept, takes_gzip = fields.get(b"accept", b"").decode(), b"gzip" in fields.get(b"accept-encoding", b"")
-    page = render(accept, is_load=found["path"].decode() == LOAD_PATH, takes_gzip=takes_gzip)
+    page = render(wanted.accept, is_load=wanted.is_load, takes_gzip=wanted.takes_gzip)
     headers = (
         ("Server", SERVER),
         ("X-Request-Id", uuid.uuid4().hex),
-        ("Date", formatdate(usegmt=True)),
+        ("Date", _date(int(time.time()))),
         *head_of(page),
         ("Content-Length", str(len(page.content))),
     )

@@ -18,7 +18,7 @@ from roseinfer.server.service import Service
 TIMEOUT_S = 2.0  # for the front end to answer, after which a probe says 503
 SYNC_TIMEOUT_S = 0.5  # for the newest facts, after which an answer is made without them
 
-Reply = Callable[[bytes], Awaitable[bytes]]
+Reply = Callable[[bytes], bytes | Awaitable[bytes]]
 
 
 class _Profile(msgspec.Struct, frozen=True, array_like=True):
@@ -91,6 +91,10 @@ class FrontEnd:
     def sync_then(self, go_on: Callable[[], None]) -> None:
         """Calls `go_on` when all facts so far are here, or when they do not come."""
         self._link.ask_then("sync", b"", SYNC_TIMEOUT_S, lambda _: go_on())
+
+    def load_then(self, go_on: Callable[[bytes | None], None]) -> None:
+        """Calls `go_on` with what `/metrics/load` shows now, or with None when that does not come."""
+        self._link.ask_then("load", b"", SYNC_TIMEOUT_S, go_on)
 
     @web.middleware
     async def ask_first(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -9,6 +9,7 @@ import pytest
 from roseinfer.config.options import Config, ModelConfig, ServerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.observe.gaps.causes import Cause
+from roseinfer.observe.metrics.totals import Load
 from roseinfer.observe.observation import Observation
 from roseinfer.observe.telemetry.facts import Batch, Message, Resumed, decode_state
 from roseinfer.observe.telemetry.forwarder import Forwarder
@@ -144,6 +145,22 @@ async def test_the_other_side_has_the_same_page_and_the_same_recording(seed: int
     assert (theirs.steps == ours.steps).all()
     assert (theirs.writes == ours.writes).all()
     assert len(theirs.writes) > 0
+
+
+async def test_the_page_of_the_load_is_of_this_moment_though_no_fact_has_travelled() -> None:
+    ends = Ends()
+    ends.begin()
+    ends.forwarder.hub.on_lifecycle(LifecycleState.READY)
+    ends.forwarder.set_engine_info(ENGINE)
+    traffic = Serving(ends.forwarder.hub)
+    for seed in range(5):
+        run_some(traffic, seed, num_acts=20)
+        num_sent = len(ends.sent)
+        load = msgspec.msgpack.decode(msgspec.msgpack.encode(ends.forwarder.load()), type=Load)
+        assert len(ends.sent) == num_sent
+        page = ends.observation.metrics.render_load("", load)
+        ends.page()
+        assert page == ends.observation.metrics.render_load("")
 
 
 @pytest.mark.parametrize("is_new_process", [False, True])

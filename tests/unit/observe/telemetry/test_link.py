@@ -5,9 +5,12 @@ import socket
 import threading
 import time
 
+import msgspec
 import pytest
 
+from roseinfer.observe.telemetry.facts import Answer, Message, Question, Stalled
 from roseinfer.observe.telemetry.link import Link, Reply
+from roseinfer.runtime.frames import FrameBuffer, encode_frame
 
 
 async def connected(end: socket.socket, replies: dict[str, Reply]) -> tuple[Link, asyncio.Event]:
@@ -45,3 +48,43 @@ async def test_an_answer_that_has_come_counts_although_the_process_had_no_core_m
     link.close()
     await lost.wait()
     other.join()
+
+
+async def test_questions_that_are_not_answered_in_time_end_without_an_answer() -> None:
+    async def echo(payload: bytes) -> bytes:
+        return payload
+
+    async def never(_: bytes) -> bytes:
+        return await asyncio.Future()
+
+    ours, theirs = socket.socketpair()
+    link, lost = await connected(ours, {})
+    other, _ = await connected(theirs, {"echo": echo, "never": never})
+    ends: list[asyncio.Future[bytes | None]] = []
+    for name in ("never", "echo", "never"):
+        ends.append(asyncio.get_running_loop().create_future())
+        link.ask_then(name, b"x", 0.1, ends[-1].set_result)
+    assert await asyncio.wait_for(asyncio.gather(*ends), 5) == [None, b"x", None]
+    assert not link._asked
+    assert not link._deadlines
+    other.close()
+    await lost.wait()
+
+
+async def test_what_a_question_has_sent_comes_before_its_answer_in_one_write() -> None:
+    ours, theirs = socket.socketpair()
+
+    def sync(_: bytes) -> bytes:
+        link.send(Stalled(7))
+        link.send(Stalled(8))
+        return b"done"
+
+    link, lost = await connected(ours, {"sync": sync})
+    theirs.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(theirs, encode_frame(Question(1, "sync", b"")))
+    frames = FrameBuffer().feed(await loop.sock_recv(theirs, 1 << 16))
+    taken = [msgspec.msgpack.decode(frame, type=Message) for frame in frames]
+    assert taken == [Stalled(7), Stalled(8), Answer(1, b"done")]
+    theirs.close()
+    await lost.wait()
