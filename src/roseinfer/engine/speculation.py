@@ -69,7 +69,8 @@ def drop_rejected(
     sampled = SampledTokens(rows.sampled.token_ids[kept], logprobs and [logprobs[row] for row in kept])
     first = range(len(kept) - len(rows.first), len(kept))  # chunks are the last rows, and all of them hold
     held = [token_ids[row] for row in kept]
-    rows = SampledRows(rows.index[kept], rows.ends[kept], sampled, held, first, rows.has_last, frozenset())
+    slots, index, ends = rows.slots[kept], rows.index[kept], rows.ends[kept]
+    rows = SampledRows(slots, index, ends, sampled, held, first, rows.has_last, frozenset())
     return rows, {row: last[old] for row, old in enumerate(kept) if old in last}, accepted
 
 

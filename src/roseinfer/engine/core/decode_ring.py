@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 
-from roseinfer.engine.core.batch import IndexArray, Int32Array
+from roseinfer.engine.core.batch import BoolArray, IndexArray, Int32Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +17,12 @@ class DecodeRows:
     slots: Int32Array
     index: IndexArray  # the same, as numpy indexes with
     num_new_tokens: Int32Array  # ones
+    samples: BoolArray  # all of them
 
 
 def rows_of(slots: list[int]) -> DecodeRows:
     made = np.array(slots, np.int32)
-    return DecodeRows(made, made.astype(np.intp), np.ones(len(made), np.int32))
+    return DecodeRows(made, made.astype(np.intp), np.ones(len(made), np.int32), np.ones(len(made), np.bool_))
 
 
 class DecodeRing:

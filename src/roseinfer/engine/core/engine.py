@@ -38,10 +38,6 @@ class LoopState(msgspec.Struct, frozen=True, gc=False):
 QUIET = LoopState()
 
 
-def _no_waits(_: int) -> tuple[int, int]:
-    return 0, 0
-
-
 class _LaunchedStep(msgspec.Struct, frozen=True, gc=False):
     batch: ScheduledBatch
     launched: Launched
@@ -72,7 +68,7 @@ class Engine:
         self.pipeline_depth = pipeline_depth
         self.profiler = profiler  # for the loop
         self.gc_ns = 0  # of all garbage collections; the loop adds to it
-        self.look_for_waits: Callable[[int], tuple[int, int]] = _no_waits  # see StepRecord; the loop sets it
+        self.look_for_waits: Callable[[int], tuple[int, int]] = lambda _: (0, 0)  # see StepRecord; the loop sets it
         self._late_waits = (0, 0)  # that were seen after the tokens of the step read last
         self._read_gc_ns = 0  # of those before the tokens of the step read last
         self._pipeline: deque[_LaunchedStep] = deque()  # launched and not read, oldest first

@@ -210,8 +210,8 @@ class Scheduler:
 
     def _select_decodes(self) -> DecodeRows | None:
         """The slots that decode in this step, each with a block for its token; None as of `_make_room`."""
-        self.counts.num_not_selected = max(0, len(self.ring) - self.limits.max_num_seqs)
         selected = self.ring.select()
+        self.counts.num_not_selected = len(self.ring) - len(selected.slots)
         ready = self._without_unread(selected)
         rows = self._make_room(ready)
         if rows is not None:
@@ -345,7 +345,7 @@ class Scheduler:
     def _advance(self, step_id: int, decodes: DecodeRows, chunks: list[Chunk]) -> ScheduledBatch:
         """Make the batch. From here on its tokens count as computed, and those it samples as known."""
         table, counts = self._table, self.counts
-        bindings, self._bindings = tuple(self._bindings), []
+        bindings, self._bindings = tuple(self._bindings) if self._bindings else (), []
         counts.num_decode_seqs, counts.num_prefill_seqs = len(decodes.slots), len(chunks)
         counts.num_prefill_tokens = sum(length for _, length in chunks) if chunks else 0
         budget = self.limits.max_num_batched_tokens - counts.num_decode_seqs - counts.num_prefill_tokens
@@ -409,10 +409,12 @@ class Scheduler:
         if self._table.constraints:
             advance_grammars(rows, self._table, last)
         outcome = build_outcome(rows, self._table, last, accepted)
-        for row in sorted(last):
-            self._end(self._table.owner(rows.index[row]))
-        self.counts.num_finished += len(last)
-        self._free_ended()
+        if last:
+            for row in sorted(last):
+                self._end(self._table.owner(rows.index[row]))
+            self.counts.num_finished += len(last)
+        if self.leaving:
+            self._free_ended()
         if self._pacer is not None and self._tokens_ns:
             self._pacer.learn_step(step.counts, tokens_ns - self._tokens_ns)
         self._tokens_ns = tokens_ns if self.sequences else 0

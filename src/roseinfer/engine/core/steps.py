@@ -29,6 +29,7 @@ from roseinfer.records import BlockedBy, FinishReason
 Chunk = tuple[Sequence, int]
 """A sequence, and how many of its known tokens a step computes."""
 
+_NO_ROWS: frozenset[int] = frozenset()
 _NO_TOKENS: Int32Array = np.zeros(0, np.int32)
 MAX_FAILURES_IN_A_ROW = 4  # of one prompt each: one client may send it again and again
 
@@ -65,7 +66,8 @@ class Pacer(Protocol):
 class SampledRows(msgspec.Struct, frozen=True, gc=False):
     """The rows of a step that sampled. Arrays have one entry a row."""
 
-    index: IndexArray  # slots
+    slots: Int32Array
+    index: IndexArray  # the same, as numpy indexes with
     ends: Int32Array  # position of the sampled token
     sampled: SampledTokens
     token_ids: list[int]  # the same as `sampled` has, which are few enough to be looked through faster so
@@ -90,14 +92,15 @@ class ScheduledStep(msgspec.Struct, frozen=True, gc=False):
 
     def sampled_rows(self, sampled: SampledTokens, ended: list[Sequence]) -> SampledRows:
         """Its rows with their tokens; `ended` are the sequences that ended after it was scheduled."""
-        index, ends = self.index, self.ends
-        surplus: frozenset[int] = frozenset()
-        if len(sampled.token_ids) < len(index):
-            index, ends = index[self.batch.samples], ends[self.batch.samples]
-        if slots := {sequence.slot for sequence in ended}:
-            surplus = frozenset(row for row, slot in enumerate(index.tolist()) if slot in slots)
-        token_ids = sampled.token_ids.tolist()
-        return SampledRows(index, ends, sampled, token_ids, range(self.first_chunk, len(index)), self.has_last, surplus)
+        slots, index, ends, surplus = self.batch.slots, self.index, self.ends, _NO_ROWS
+        if len(sampled.token_ids) < len(slots):
+            samples = self.batch.samples
+            slots, index, ends = slots[samples], index[samples], ends[samples]
+        if ended:
+            of_ended = {sequence.slot for sequence in ended}
+            surplus = frozenset(row for row, slot in enumerate(slots.tolist()) if slot in of_ended)
+        token_ids, first = sampled.token_ids.tolist(), range(self.first_chunk, len(slots))
+        return SampledRows(slots, index, ends, sampled, token_ids, first, self.has_last, surplus)
 
     def keep_of_prompts(self, sampled: SampledTokens, table: SlotTable) -> None:
         """Keep the scores of prompt tokens with their sequences, and add what was pooled to what those have."""
@@ -148,7 +151,7 @@ class RowFailures:
         if not rows.token_ids:  # no row sampled: no evidence
             return []
         token_ids = rows.sampled.token_ids
-        if min(rows.token_ids) >= 0:
+        if NO_TOKEN not in rows.token_ids and OWN_FAULT not in rows.token_ids:
             self._prompts.clear()
             return []
         failed: list[int] = (token_ids < 0).nonzero()[0].tolist()
@@ -203,7 +206,7 @@ def make_batch(
             drafted = np.full(len(slots), NO_TOKEN, np.int32)
             drafted[num_decodes:first_chunk] = tokens
     ends = starts + num_new_tokens
-    samples = ends >= table.num_given[index]
+    samples = ends >= table.num_given[index] if drafts or chunks else decodes.samples
     batch = ScheduledBatch(
         step_id=step_id,
         slots=slots,
@@ -235,18 +238,18 @@ def _known_tokens(table: SlotTable, drafts: dict[int, Int32Array], chunks: list[
 
 def _masks(table: SlotTable, slots: Int32Array, ends: Int32Array) -> TokenMasks | None:
     """The masks of the rows that sample under a grammar; None when there are none."""
-    found = {}
-    for slot, end in zip(slots.tolist(), ends.tolist(), strict=True):
-        if (constraint := table.constraints.get(slot)) is not None:
-            found[slot, end] = constraint, end - table.num_tokens(slot)
+    rows, of_slot = zip(slots.tolist(), ends.tolist(), strict=True), table.constraints
+    found = {(slot, end): (of_slot[slot], end - table.num_tokens(slot)) for slot, end in rows if slot in of_slot}
     return TokenMasks(found) if found else None
 
 
 def find_last_rows(rows: SampledRows, table: SlotTable, eos_token_ids: tuple[int, ...]) -> dict[int, FinishReason]:
     """Find rows whose token ends their sequence: the last one allowed, an eos id they heed, or a stop id."""
     index, token_ids = rows.index, rows.token_ids
-    at_limit: list[int] = (rows.ends == table.last_positions[index]).nonzero()[0].tolist() if rows.has_last else []
-    last = dict.fromkeys(at_limit, FinishReason.LENGTH)
+    last: dict[int, FinishReason] = {}
+    if rows.has_last:
+        at_limit = (rows.ends == table.last_positions[index]).nonzero()[0].tolist()
+        last = dict.fromkeys(at_limit, FinishReason.LENGTH)
     for eos_token_id in eos_token_ids:
         if eos_token_id in token_ids:
             found = (row for row, token_id in enumerate(token_ids) if token_id == eos_token_id)
@@ -275,13 +278,12 @@ def advance_grammars(rows: SampledRows, table: SlotTable, last: dict[int, Finish
 
 def build_outcome(rows: SampledRows, table: SlotTable, last: dict[int, FinishReason], accepted: list[int]) -> Outcome:
     """Build a step's outputs: columns for rows with a token and nothing else, `TokenOutput`s for the others."""
-    logprobs = rows.sampled.logprobs
+    slots, token_ids, logprobs = rows.slots, rows.sampled.token_ids, rows.sampled.logprobs
+    if not (rows.first or last or accepted or rows.surplus or logprobs):  # as in most steps
+        return Outcome(slots.tobytes(), token_ids.tobytes(), [], len(slots))
     several = {each for row in accepted for each in (row - 1, row)}  # rows of sequences with more than one
     scored = () if logprobs is None else [row for row, entry in enumerate(logprobs) if entry is not None]
     in_full = {*rows.first, *last, *scored, *several} - rows.surplus
-    slots, token_ids = rows.index.astype(np.int32), rows.sampled.token_ids
-    if not in_full and not rows.surplus:
-        return Outcome(slots.tobytes(), token_ids.tobytes(), [], len(slots))
     is_plain = np.ones(len(slots), np.bool_)
     is_plain[[*in_full, *rows.surplus]] = False
     slots, token_ids = slots[is_plain], token_ids[is_plain]

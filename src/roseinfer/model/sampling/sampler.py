@@ -131,6 +131,8 @@ class Sampler:
                 tokens = self._backend.choose(logits, *on_device)
             else:
                 tokens = self._tokens(logits, edited, slots, positions)
+        if not self._table.num_with_logprobs:
+            return tokens, None
         counts = self._table.host["num_logprobs"][slots]
         rows = np.flatnonzero(counts >= 0)
         if not len(rows):

@@ -40,6 +40,7 @@ class SlotTable:
         self.host["top_p"] = self.host["temperature"] = 1.0
         self.host["num_logprobs"] = -1
         self.num_with_logprobs = 0  # slots
+        self.num_barred = 0  # slots whose owners may not stop at once
         self.vocab_size = vocab_size
         self._barred_ids: list[Int64Array] = [np.zeros(0, np.int64)] * num_slots
         self._host_bytes = torch.from_numpy(self.host.view(np.uint8).reshape(num_slots, SLOT.itemsize))
@@ -70,6 +71,7 @@ class SlotTable:
         row = self.host[slot : slot + 1]
         row["seed"] = params.seed or 0  # only the warm-up has None: the front end draws one for each request
         row["top_k"] = min(params.top_k, self.vocab_size)
+        self.num_barred += is_barred - int(row["barred_before"].item() > 0)
         row["barred_before"] = binding.num_prompt_tokens + params.min_tokens if is_barred else 0
         row["top_p"] = params.top_p
         row["temperature"] = 1.0 if is_greedy else params.temperature
@@ -87,6 +89,8 @@ class SlotTable:
 
     def barred(self, slots: Int32Array, positions: Int32Array) -> tuple[Int64Array, Int64Array] | None:
         """Rows, and token ids, that must not be sampled: eos and stop tokens of rows that may not stop yet."""
+        if not self.num_barred:  # as in most steps, behind whose forward pass a look costs a tenth of a millisecond
+            return None
         waiting = np.flatnonzero(positions < self.host["barred_before"][slots])
         if not len(waiting):
             return None

@@ -18,6 +18,7 @@ from roseinfer.engine.core.batch import NO_TOKEN, SlotBinding
 from roseinfer.messages import SamplingParams, TokenLogprobs
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.sampling.sampler import Sampler
+from roseinfer.model.sampling.slot_table import SlotTable
 from tests.conftest import BuiltKernels
 from tests.unit.model.setups import LEVELS_WITHOUT_PRODUCTS, kernels_at
 
@@ -370,3 +371,17 @@ def test_makes_neither_copies_nor_random_numbers_of_all_logits(kernels: Kernels 
         if kernels is not None or rows in ([0], [1], [4]):
             assert watch.largest < 40_000 * len(rows) / 2
         assert torch.equal(logits, before), "barred tokens are given back"
+
+
+def test_slots_that_may_not_stop_yet_are_counted() -> None:
+    table = SlotTable(4, 32, torch.device("cpu"))
+    barring, plain = SamplingParams(min_tokens=2, stop_token_ids=(5,)), SamplingParams(min_tokens=2)
+    for slot, params in ((0, barring), (1, barring), (0, plain), (1, barring), (2, plain)):
+        table.bind(SlotBinding(slot, params, 3, ()))
+    assert table.num_barred == 1
+    slots = np.arange(4, dtype=np.int32)
+    barred = table.barred(slots, np.full(4, 4, np.int32))
+    assert barred is not None
+    assert [part.tolist() for part in barred] == [[1], [5]]
+    table.bind(SlotBinding(1, plain, 3, ()))
+    assert table.barred(slots, np.full(4, 4, np.int32)) is None
