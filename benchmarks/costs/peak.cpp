@@ -32,11 +32,12 @@ EXPORT void peak_float32(int64_t count, float* out) {
 
 #ifdef __AMX_INT8__
 
-// What linears multiply with at this level: four sums in tiles, of which a product is that of 256 registers.
+// What linears multiply with at this level: four sums in tiles, of which a product is that of 4 registers for each byte of
+// depth.
 template <typename Step>
-static void repeat_tiles(int64_t count, float* out, const Step& step) {
+static void repeat_tiles(int64_t count, float* out, const Step& step, int64_t depth = kLineBytes) {
     alignas(64) uint8_t tile[kTileBytes] = {};
-    const TileScope scope(kTileRows);
+    const TileScope scope(kTileRows, depth);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -45,7 +46,7 @@ static void repeat_tiles(int64_t count, float* out, const Step& step) {
     _tile_loadd(5, tile, kLineBytes);
     _tile_loadd(6, tile, kLineBytes);
     _tile_loadd(7, tile, kLineBytes);
-    for (int64_t turn = 0; turn < count * 12 / (4 * 256); ++turn) step();
+    for (int64_t turn = 0; turn < count * 12 / (4 * 4 * depth); ++turn) step();
     _tile_stored(0, tile, kLineBytes);
     std::memcpy(out, tile, kLineBytes);
 }
@@ -68,6 +69,21 @@ EXPORT void peak_bfloat16(int64_t count, float* out) {
     });
 }
 
+// Of many rows: the sums of 32 inputs leave their tile.
+EXPORT void peak_int4(int64_t count, float* out) {
+    alignas(64) uint8_t sums[4 * kTileBytes];
+    repeat_tiles(count, out, [&] {
+        _tile_dpbssd(0, 4, 6);
+        _tile_stored(0, sums, kLineBytes);
+        _tile_dpbssd(1, 4, 7);
+        _tile_stored(1, sums + kTileBytes, kLineBytes);
+        _tile_dpbssd(2, 5, 6);
+        _tile_stored(2, sums + 2 * kTileBytes, kLineBytes);
+        _tile_dpbssd(3, 5, 7);
+        _tile_stored(3, sums + 3 * kTileBytes, kLineBytes);
+    }, 32);
+}
+
 #else
 
 EXPORT void peak_int8(int64_t count, float* out) {
@@ -88,8 +104,8 @@ EXPORT void peak_bfloat16(int64_t count, float* out) {
 }
 #endif
 
-#endif
-
 EXPORT void peak_int4(int64_t count, float* out) {
     repeat<Integers>(count, out, [](Integers sum, Integers x) { return add_nibbles(sum, x, x); }, kChains);
 }
+
+#endif

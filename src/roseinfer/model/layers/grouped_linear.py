@@ -22,7 +22,7 @@ _COUNT_BYTES = 24  # of the numbers of a GroupCount, and of zeros that are not i
 class GroupedLinear:
     """x [rows, inputs] of the placement's dtype -> activation(x Wᵀ + b) [rows, outputs] of `dtype`, W in int4.
 
-    On registers, at every level of the kernels; processors with tiles use them too.
+    In registers, at every level of the kernels, and on AMX tiles where there are many rows.
     """
 
     def __init__(

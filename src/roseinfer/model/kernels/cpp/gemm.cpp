@@ -29,7 +29,6 @@ constexpr int64_t kChunk = 16;            // tiles of k after which, of more tha
                                           // the panel's 32 KiB stay in the nearest cache meanwhile
 constexpr int64_t kRowsBytes = 1 << 20;   // packed rows that stay in the second cache while panels go by
 constexpr int64_t kMaxRows = 512;         // of them
-constexpr int64_t kManyBytes = 1 << 20;   // outputs of which the second cache would keep few until they are read
 constexpr int64_t kAhead = 2048;          // bytes before their use that lines of a column are prefetched
 constexpr int64_t kWorthThreads = 64;     // tiles; below, waking a thread costs more than it saves
 

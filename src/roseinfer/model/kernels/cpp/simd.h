@@ -24,6 +24,8 @@
 
 #pragma once
 
+#include <utility>
+
 #include "common.h"
 
 #if defined(__AVX512F__)
@@ -52,6 +54,17 @@ static inline void store_rounded(int8_t* to, const Floats (&x)[count]) {
 }
 
 #endif
+
+template <typename Call, int... indices>
+inline __attribute__((always_inline)) void each(const Call& call, std::integer_sequence<int, indices...>) {
+    (call(std::integral_constant<int, indices>()), ...);
+}
+
+// Calls call(0) to call(count - 1), as constants: loops are unrolled after GCC 12 has put their arrays into memory.
+template <int count, typename Call>
+inline __attribute__((always_inline)) void each(const Call& call) {
+    each(call, std::make_integer_sequence<int, count>());
+}
 
 // e^x for x <= 0, to 2 units in the last place; 0 below -87 and for -infinity, exactly 1 for 0, NaN for NaN.
 // Reduced to |f| <= ln(2) / 2 in two steps (Cody and Waite); the polynomial is that of Cephes' expf.

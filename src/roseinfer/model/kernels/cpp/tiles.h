@@ -14,21 +14,24 @@ constexpr int64_t kTileRows = 16;
 constexpr int64_t kLineBytes = 64;  // of a tile row, and of a cache line
 constexpr int64_t kTileBytes = kTileRows * kLineBytes;
 
+constexpr int64_t kManyBytes = 1 << 20;  // outputs of which the second cache would keep few until they are read
+
 template <typename T>
 using Sum = std::conditional_t<sizeof(T) == 1, int32_t, float>;
 
-// While it lives, this thread's tiles 0 to 5 have `rows` rows and the others 16.
+// While it lives, this thread's tiles 0 to 3, the sums, have `rows` rows, 4 and 5 so many of `depth` bytes, and 6 and 7
+// what is multiplied with these.
 class TileScope {
 public:
-    explicit TileScope(int64_t rows) {
+    explicit TileScope(int64_t rows, int64_t depth = kLineBytes) {
         struct alignas(64) {
             uint8_t palette = 1, start_row = 0, reserved[14] = {};
             uint16_t row_bytes[16] = {};
             uint8_t rows[16] = {};
         } shapes;
         for (int tile = 0; tile < 8; ++tile) {
-            shapes.row_bytes[tile] = kLineBytes;
-            shapes.rows[tile] = uint8_t(tile < 6 ? rows : kTileRows);
+            shapes.row_bytes[tile] = uint16_t(tile == 4 || tile == 5 ? depth : kLineBytes);
+            shapes.rows[tile] = uint8_t(tile < 6 ? rows : depth / 4);
         }
         asm volatile("" : : "r"(&shapes) : "memory");  // some compilers think that only its first bytes are read
         _tile_loadconfig(&shapes);
