@@ -90,7 +90,9 @@ class Metrics(WriteObserver):
         self._gc_pauses, self._scrapes = self._cells[GC_PAUSE][()], self._cells[SCRAPE_DURATION][()]
         self._copies: dict[str, dict[Child, Histogram]] = {row.name: {} for row in histograms}  # of the last snapshot
         hidden = frozenset() if has_vllm_names else VLLM_NAMES
-        self._shown, self._shown_load = ([row for row in rows if row.name not in hidden] for rows in (CATALOGUE, LOAD))
+        self._shown, self._shown_load = (
+            [(row, self._reader(row)) for row in rows if row.name not in hidden] for rows in (CATALOGUE, LOAD)
+        )
         self._text = TextEncoder(model_name)
 
     def watch(self, attribution: Attribution, spent_ns: Callable[[], int], *, is_front_end: bool = True) -> None:
@@ -200,9 +202,7 @@ class Metrics(WriteObserver):
         start_ns = time.monotonic_ns()
         with self._lock:
             state = self._state if load is None else replace(self._state, **msgspec.structs.asdict(load))
-            found: list[tuple[Row, Values, Exemplars]] = [
-                (row, self._values(row, state), {}) for row in self._shown_load
-            ]
+            found: list[tuple[Row, Values, Exemplars]] = [(row, read(state), {}) for row, read in self._shown_load]
         page, content_type = self._text.encode(accept, found)
         with self._lock:
             self._render_ns += time.monotonic_ns() - start_ns
@@ -230,7 +230,7 @@ class Metrics(WriteObserver):
             if state.last_step_end_ns:
                 age_s = (now_ns - state.last_step_end_ns) / NS_PER_S
                 state.last_step_unix_s = time.time() - age_s
-            return [(row, self._values(row, state), self._exemplars(row)) for row in self._shown]
+            return [(row, read(state), self._exemplars(row)) for row, read in self._shown]
 
     def _exemplars(self, row: Row) -> Exemplars:
         """Returns the exemplars of a metric by its label values, where there are any."""
@@ -249,18 +249,24 @@ class Metrics(WriteObserver):
         """Returns always the same for the same stamp: a scraper would take another time for another exemplar."""
         return (at_ns + self._clock_offset_ns) / NS_PER_S
 
-    def _values(self, row: Row, state: ServerState) -> Values:
+    def _reader(self, row: Row) -> Callable[[ServerState], Values]:
+        """Returns what reads the values of a metric."""
         match row.source:
-            case AtScrape(values=values):
-                return {(child,) if row.labels else (): value for child, value in values(state).items()}
-            case InfoAtScrape(names=names, values=values):
-                known = values(state)
-                return dict(zip(zip(names), known, strict=True)) if known else {}
+            case AtScrape(values=found) if row.labels:
+                return lambda state: {(child,): value for child, value in found(state).items()}
+            case AtScrape(values=one):
+                return lambda state: {(): one(state)[""]}
+            case InfoAtScrape(names=names, values=known):
+                series = [(name,) for name in names]
+                return lambda state: dict(zip(series, values, strict=True)) if (values := known(state)) else {}
         cells = self._cells[row.name]
         if row.kind == "counter":
-            return {child: cell.total for child, cell in cells.items()}
-        copies = self._copies[row.name]
+            return lambda _: {child: cell.total for child, cell in cells.items()}
+        return lambda _: self._copied(row.name, cells)
+
+    def _copied(self, name: str, cells: dict[Child, Histogram]) -> Values:
+        copies = self._copies[name]
         changed = {child: cell.copy() for child, cell in cells.items() if not cell.is_as(copies.get(child))}
         if changed:  # a new dictionary: the last one may still be read
-            copies = self._copies[row.name] = {child: changed.get(child) or copies[child] for child in cells}
+            copies = self._copies[name] = {child: changed.get(child) or copies[child] for child in cells}
         return copies
