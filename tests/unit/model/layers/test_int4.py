@@ -189,10 +189,11 @@ def test_nothing_but_the_outputs_is_written(built_kernels: BuiltKernels, level: 
     linear = GroupedLinear(
         [random(50, 30)], None, "none", torch.float32, Setup("float32", "int4", level).placement(built_kernels)
     )
-    guarded, x = torch.full((9, 50), 7.0), random(5, 30)
-    linear._multiply(linear._reference, x.data_ptr(), 5, guarded[2:].data_ptr())
-    assert torch.equal(guarded[2:7], linear(x))
-    assert (guarded[[0, 1, 7, 8]] == 7.0).all()
+    for num_rows in (5, 37):  # in registers, and in tiles where there are some
+        guarded, x = torch.full((num_rows + 4, 50), 7.0), random(num_rows, 30)
+        linear._multiply(linear._reference, x.data_ptr(), num_rows, guarded[2:].data_ptr())
+        assert torch.equal(guarded[2:-2], linear(x))
+        assert (guarded[[0, 1, -2, -1]] == 7.0).all()
 
 
 @every_level

@@ -170,6 +170,7 @@ void pack_row(const In* x, int64_t num_inputs, uint8_t* to, int64_t step, float*
     if constexpr (sizeof(T) == 1) {
         *scale = quantize_row(x, num_inputs, [&](int64_t piece, const int8_t* values, int64_t) {
             std::memcpy(to + piece * step, values, kLineBytes);
+            prefetch_to_level1(to + piece * step + kLineBytes);  // of the next row
         });
     } else {
         constexpr int64_t kPiece = kLineBytes / sizeof(T);
