@@ -133,11 +133,10 @@ class Engine:
         gc_ns: int = 0,
         cpu_waits: tuple[int, int] = (0, 0),
     ) -> StepOutput:
-        scheduler = self.scheduler
+        scheduler, counts, pool = self.scheduler, self.scheduler.counts, self.scheduler.kv_cache.pool
         outputs = outcome.outputs + scheduler.pop_ended()
         end_ns = self.phases.clock()
         self._late_waits = self.look_for_waits(end_ns) if end_ns - tokens_ns > _LATE_NS else (0, 0)
-        counts, pool = scheduler.counts, scheduler.kv_cache.pool
         # In the order of the fields: finding each of thirty by name takes a microsecond, a fifth of the budget.
         record = StepRecord(
             watch.step_id,

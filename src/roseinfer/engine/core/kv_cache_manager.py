@@ -3,7 +3,6 @@
 from bisect import insort
 
 from roseinfer.config.options import CacheConfig
-from roseinfer.engine.core.batch import IndexArray
 from roseinfer.engine.core.prefix_cache import PrefixCache
 from roseinfer.engine.core.sequence import Sequence, SlotTable
 
@@ -83,11 +82,6 @@ class KVCacheManager:
         self.prefix_cache.withdraw(sequence.chain, sequence.num_published_blocks, sequence.num_announced_blocks)
         self.residents.remove(sequence)
         self.pool.release(self.table.unbind(sequence))
-
-    def find_full(self, slots: IndexArray) -> list[int]:
-        """Those of the slots whose last block is full, so that the next token needs a new one."""
-        full: list[int] = slots[self.table.num_computed[slots] == self.table.capacities[slots]].tolist()
-        return full
 
     def grow(self, slots: list[int]) -> None:
         """Give each of the slots one more block. The pool must have as many available."""

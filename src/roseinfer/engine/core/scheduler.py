@@ -233,7 +233,8 @@ class Scheduler:
         its token ids must be known for it to come back.
         """
         kv_cache, owners = self.kv_cache, self._table.owners
-        full = kv_cache.find_full(rows.index)
+        is_full = kv_cache.table.num_computed[rows.index] == kv_cache.table.capacities[rows.index]
+        full: list[int] = rows.index[is_full].tolist()
         if len(full) <= kv_cache.pool.num_available:
             kv_cache.grow(full)
             return rows
@@ -284,11 +285,11 @@ class Scheduler:
         chunks: list[Chunk] = []
         for sequence in order:
             if blocked_by := self._full_limit(budget, len(chunks)):
-                self._note_blocked(blocked_by)
+                self.counts.blocked_by = self.counts.blocked_by or blocked_by
                 break
             matched = self.kv_cache.match_prefix(sequence)
             if self._waits_for_prefix(sequence, len(matched)):
-                self._note_blocked(BlockedBy.PREFIX)
+                self.counts.blocked_by = self.counts.blocked_by or BlockedBy.PREFIX
                 continue
             if self.kv_cache.fits(sequence, matched):
                 self._begin_prefill(sequence, matched)
@@ -296,7 +297,7 @@ class Scheduler:
                 chunks.append((sequence, length))
                 budget -= length
                 continue
-            self._note_blocked(BlockedBy.KV_BLOCKS)
+            self.counts.blocked_by = self.counts.blocked_by or BlockedBy.KV_BLOCKS
             if not may_overtake:
                 break
         if chunks:
@@ -311,10 +312,6 @@ class Scheduler:
         if num_admitted == self.limits.max_prefill_seqs:
             return BlockedBy.PREFILL_SEQS
         return BlockedBy.NOTHING if self._table.num_free else BlockedBy.SLOTS
-
-    def _note_blocked(self, blocked_by: BlockedBy) -> None:
-        """Record the limit that kept the first sequence out; the others wait behind it."""
-        self.counts.blocked_by = self.counts.blocked_by or blocked_by
 
     def _waits_for_prefix(self, sequence: Sequence, num_matched: int) -> bool:
         """Whether to wait for a block that another sequence is computing; at most `MAX_PREFIX_WAIT_STEPS` times."""
@@ -362,22 +359,17 @@ class Scheduler:
             slots, num_computed = index[known], ends[known]
         table.num_computed[slots] = num_computed
         for row, (sequence, _) in enumerate(chunks, first_chunk):
-            if batch.samples[row]:
-                self._begin_decoding(sequence)
+            if batch.samples[row]:  # it has the last chunk of its prompt, and decodes from the next step on
+                self.prefilling.remove(sequence)
+                sequence.status = SequenceStatus.DECODING
+                self.ring.append(sequence.slot)
         last_slots = slots[num_computed == table.last_positions[slots]].tolist()
         for slot in last_slots:
             sequence = table.owner(slot)
             self._stop_running(sequence)
             sequence.status = SequenceStatus.ENDING
-        has_last = bool(last_slots) or batch.drafted is not None
-        self.in_flight.append(ScheduledStep(batch, index, ends, has_last, first_chunk, counts))
+        self.in_flight.append(ScheduledStep(batch, index, ends, bool(last_slots or drafts), first_chunk, counts))
         return batch
-
-    def _begin_decoding(self, sequence: Sequence) -> None:
-        """Let a sequence decode from the next step on: the last chunk of its prompt is in this one."""
-        self.prefilling.remove(sequence)
-        sequence.status = SequenceStatus.DECODING
-        self.ring.append(sequence.slot)
 
     # --- commit -----------------------------------------------------------------------------------------------------
 
@@ -405,7 +397,7 @@ class Scheduler:
             self.kv_cache.publish(self._table.owner(step.index[row]), int(step.ends[row]))
         if batch.scored or batch.pooled:
             step.keep_of_prompts(sampled, self._table)
-        self._table.token_ids[rows.index, rows.ends] = rows.sampled.token_ids
+        self._table.add_tokens(rows.index, rows.ends, rows.sampled.token_ids)
         if self._table.constraints:
             advance_grammars(rows, self._table, last)
         outcome = build_outcome(rows, self._table, last, accepted)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
+import numpy.typing as npt
 from msgspec.structs import replace
 
 from roseinfer.engine.core.batch import BoolArray, Int32Array, Pooled, PooledRow, ScoredRow, Scores, SlotBinding
@@ -18,6 +19,7 @@ from roseinfer.messages import Request
 from roseinfer.records import EngineTimes
 
 NO_SLOT = -1
+_MOST_UNWRITTEN = 16  # steps
 
 
 class SequenceStatus(Enum):
@@ -95,7 +97,8 @@ class SlotTable:
     """
 
     def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
-        self.token_ids: Int32Array = np.zeros((num_slots, max_model_len), np.int32)
+        self._token_ids: Int32Array = np.zeros((num_slots, max_model_len), np.int32)
+        self._unwritten: list[tuple[npt.NDArray[np.intp], Int32Array, Int32Array]] = []  # see `add_tokens`
         # Counts are columns: numpy gathers or writes a few slots of one in a tenth of the time of rows of a table.
         self.num_given: Int32Array = np.zeros(num_slots, np.int32)  # tokens known when the slot got its owner
         self.num_computed: Int32Array = np.zeros(num_slots, np.int32)  # tokens in the KV cache
@@ -116,7 +119,7 @@ class SlotTable:
     def bind(self, sequence: Sequence, block_ids: list[int], num_computed: int) -> int:
         """Give the sequence a slot with these blocks, of which the first `num_computed` tokens are filled."""
         slot, params, num_tokens = self._free.pop(), sequence.request.params, len(sequence.token_ids)
-        self.token_ids[slot, :num_tokens] = sequence.token_ids
+        self._token_ids[slot, :num_tokens] = sequence.token_ids
         self.num_given[slot], self.num_computed[slot] = num_tokens, num_computed
         self.last_positions[slot] = sequence.num_prompt_tokens + params.max_tokens - 1
         self.capacities[slot] = len(block_ids) * self.block_size
@@ -153,6 +156,21 @@ class SlotTable:
             capacity = self.capacities.item(slot)
             self.block_ids[slot, capacity // self.block_size] = block_id
             self.capacities[slot] = capacity + self.block_size
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """Known tokens of all slots [slots, max_model_len]; what was added is written before it is read."""
+        if self._unwritten:
+            index, positions, token_ids = map(np.concatenate, zip(*self._unwritten, strict=True))
+            self._token_ids[index, positions] = token_ids
+            self._unwritten.clear()
+        return self._token_ids
+
+    def add_tokens(self, index: npt.NDArray[np.intp], positions: Int32Array, token_ids: Int32Array) -> None:
+        """Add a step's tokens. Several steps are written at once: behind a forward pass no slot's row is in a cache."""
+        self._unwritten.append((index, positions, token_ids))
+        if len(self._unwritten) == _MOST_UNWRITTEN:
+            _ = self.token_ids
 
     def num_tokens(self, slot: int) -> int:
         """Known tokens, prompt and generated: once those given are computed, the one sampled after them is known."""

@@ -227,9 +227,7 @@ def make_batch(
 
 def _known_tokens(table: SlotTable, drafts: dict[int, Int32Array], chunks: list[Chunk]) -> Int32Array:
     """The tokens that the rows compute whose tokens are known or drafted, row after row."""
-    pieces = []
-    for slot, draft in drafts.items():
-        pieces += [table.known_tokens(slot)[-1:], draft]
+    pieces = [piece for slot, draft in drafts.items() for piece in (table.known_tokens(slot)[-1:], draft)]
     for sequence, length in chunks:
         start = table.num_computed.item(sequence.slot)
         pieces.append(table.token_ids[sequence.slot, start : start + length])
@@ -248,8 +246,7 @@ def find_last_rows(rows: SampledRows, table: SlotTable, eos_token_ids: tuple[int
     index, token_ids = rows.index, rows.token_ids
     last: dict[int, FinishReason] = {}
     if rows.has_last:
-        at_limit = (rows.ends == table.last_positions[index]).nonzero()[0].tolist()
-        last = dict.fromkeys(at_limit, FinishReason.LENGTH)
+        last = dict.fromkeys((rows.ends == table.last_positions[index]).nonzero()[0].tolist(), FinishReason.LENGTH)
     for eos_token_id in eos_token_ids:
         if eos_token_id in token_ids:
             found = (row for row, token_id in enumerate(token_ids) if token_id == eos_token_id)
@@ -292,8 +289,8 @@ def build_outcome(rows: SampledRows, table: SlotTable, last: dict[int, FinishRea
         at = sorted(in_full).index(row)
         outputs[at - 1 : at + 1] = [_joined(outputs[at - 1], outputs[at])]
         in_full.remove(row)
-    num_tokens = len(slots) + sum(len(output.token_ids) for output in outputs)
-    return Outcome(slots.tobytes(), token_ids.tobytes(), outputs, num_tokens)
+    num_in_full = sum(len(output.token_ids) for output in outputs)
+    return Outcome(slots.tobytes(), token_ids.tobytes(), outputs, len(slots) + num_in_full)
 
 
 def _output(rows: SampledRows, row: int, table: SlotTable, finish_reason: FinishReason | None) -> TokenOutput:
