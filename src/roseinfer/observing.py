@@ -28,7 +28,7 @@ from roseinfer.runtime.child_process import live_as_child
 from roseinfer.runtime.file_watch import WATCH_INTERVAL_S
 from roseinfer.runtime.fork_server import fork_children, receive_descriptors
 from roseinfer.runtime.frames import receive_frame
-from roseinfer.runtime.niceness import FRONT_END_NICENESS, TELEMETRY_NICENESS, be_nicer
+from roseinfer.runtime.niceness import FRONT_END_NICENESS, TELEMETRY_NICENESS, be_nicer, take_turns
 from roseinfer.server.app import SCRAPE, build_ops_app, build_runner
 from roseinfer.server.connection import scraping
 from roseinfer.server.connection.api_keys import ApiKeys
@@ -56,6 +56,7 @@ def telemetry_main(fd: int) -> int:
     if connection is None:
         return 0
     be_nicer(TELEMETRY_NICENESS - FRONT_END_NICENESS)  # sooner, it would not get through its imports beside a load
+    take_turns()  # a scrape wakes it several times, each time within a step whose threads wait for each other
     with connection, closing(logs.configure(setup.config.observe, sys.stderr)) as output:
         asyncio.run(_observe(connection, setup, ports, output))
     return 0

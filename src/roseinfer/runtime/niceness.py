@@ -31,6 +31,13 @@ def be_nicer(increment: int, session_group: Path = _SESSION_GROUP) -> None:
             session_group.write_text(str(os.nice(0)))
 
 
+def take_turns() -> None:
+    """Let a process that runs go on when this one wakes, to the end of its time slice; on Linux only."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
 def be_nicer_in_this_thread(increment: int) -> None:
     """Let the other threads go first where processors are too few; on Linux only.
 

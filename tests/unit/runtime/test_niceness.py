@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from roseinfer.runtime.niceness import be_nicer_in_this_thread
+from roseinfer.runtime.niceness import be_nicer_in_this_thread, take_turns
 
 SCRIPT = """
 import os, sys
@@ -35,6 +35,23 @@ def test_a_kernel_without_weighed_sessions_is_no_error(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, "1", str(tmp_path / "none" / "autogroup")]
     done = subprocess.run(command, check=True, capture_output=True, text=True, start_new_session=True)
     assert int(done.stdout) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no such policy")
+def test_a_process_that_takes_turns_ends_no_time_slice_of_others_and_a_sandbox_may_forbid_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    script = (
+        "import os; from roseinfer.runtime.niceness import take_turns; take_turns(); print(os.sched_getscheduler(0))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert int(done.stdout) == os.SCHED_BATCH
+
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    take_turns()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread has no priority of its own")
