@@ -38,7 +38,10 @@ if [ ! -x "$dir/llama.cpp/bin/llama-server" ]; then
   "$dir/llama.cpp/bin/pip" download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
     --dest "$sources" llama-cpp-python==0.3.36
   tar -xzf "$sources/$package.tar.gz" -C "$sources"
+  # Its products in AMX tiles end the server (ggml-org/llama.cpp#20824), so it multiplies in registers there.
+  without_tiles=$(grep -qw amx_int8 /proc/cpuinfo && echo -mno-amx-int8 || true)
   cmake -S "$sources/$package/vendor/llama.cpp" -B "$sources/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
+    -DCMAKE_C_FLAGS="$without_tiles" -DCMAKE_CXX_FLAGS="$without_tiles" \
     -DBUILD_SHARED_LIBS=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF \
     -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF > "$sources/log"
   cmake --build "$sources/build" --parallel "$(nproc)" --target llama-server llama-quantize >> "$sources/log"
