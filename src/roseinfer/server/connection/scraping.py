@@ -9,7 +9,6 @@ the answer is written as it comes. From the first head on that is not a scraper'
 import asyncio
 import logging
 import re
-import time
 import uuid
 from collections.abc import Callable
 from email.utils import formatdate
@@ -129,11 +128,6 @@ def _wanted(head: bytes) -> _Wanted | None:
     return _Wanted(fields.get(b"accept", b"").decode(), found["path"].decode() == LOAD_PATH, takes_gzip)
 
 
-@lru_cache(1)
-def _date(unix_s: int) -> str:
-    return formatdate(unix_s, usegmt=True)
-
-
 def answer(head: bytes, render: Render) -> bytes:
     """The whole answer to a scraper's head; nothing where aiohttp should say what is wrong."""
     wanted = _wanted(head)
@@ -143,7 +137,7 @@ def answer(head: bytes, render: Render) -> bytes:
     headers = (
         ("Server", SERVER),
         ("X-Request-Id", uuid.uuid4().hex),
-        ("Date", _date(int(time.time()))),
+        ("Date", formatdate(usegmt=True)),
         *head_of(page),
         ("Content-Length", str(len(page.content))),
     )
