@@ -44,7 +44,7 @@ class Link(asyncio.Protocol):
         self._buffer = FrameBuffer()
         self._decode = msgspec.msgpack.Decoder(Message).decode
         self._transport: asyncio.Transport | None = None  # while the link is up
-        self._held: list[bytes] | None = None  # frames that go out together
+        self._held: list[bytes] | None = None  # see `together`
         self._num_asked = 0
         self._asked: dict[int, Callable[[Answer], None]] = {}
         self._deadlines: dict[int, float] = {}  # of `ask_then`, all with the same timeout
@@ -64,14 +64,15 @@ class Link(asyncio.Protocol):
             else:
                 self._held.append(frame)
 
-    def hold(self) -> None:
-        """Holds what is sent from now on until `release`, which sends it at once: a write wakes the other process."""
-        self._held = []
-
-    def release(self) -> None:
-        held, self._held = self._held, None
-        if self._transport is not None and held:
-            self._transport.write(b"".join(held))
+    def together(self, work: Callable[[], None]) -> None:
+        """Sends what the work sends in one write, since a write wakes the other process."""
+        self._held = held = []
+        try:
+            work()
+        finally:
+            self._held = None
+            if self._transport is not None and held:
+                self._transport.write(b"".join(held))
 
     def tell(self, name: str, payload: bytes) -> None:
         """Asks without waiting for an answer."""
@@ -149,11 +150,7 @@ class Link(asyncio.Protocol):
         for payload in self._buffer.feed(data):
             match self._decode(payload):
                 case Question() as question:
-                    self.hold()
-                    try:
-                        self._begin_answer(question)
-                    finally:
-                        self.release()
+                    self.together(partial(self._begin_answer, question))
                 case Answer() as answer:
                     if (take := self._asked.pop(answer.number, None)) is not None:  # else it came too late
                         take(answer)

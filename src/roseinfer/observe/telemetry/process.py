@@ -214,17 +214,20 @@ class TelemetryProcess:
 
     def scrape(self, head: bytes, is_load: bool, take: Callable[[bytes], None]) -> None:
         """Has a scraper's head answered; `take` gets the whole answer, or nothing where there is none in time."""
-        if self._link is None:
+        link = self._link
+        if link is None:
             take(b"")
             return
-        name, payload = "scrape", head
-        self._link.hold()
-        if is_load:
-            name, payload = "load", msgspec.msgpack.encode(LoadQuery(head, self._forwarder.load()))
-        else:
-            self._forwarder.catch_up()
-        self._link.ask_then(name, payload, PAGE_TIMEOUT_S, lambda answer: take(answer or b""))
-        self._link.release()
+
+        def ask() -> None:
+            name, payload = "scrape", head
+            if is_load:
+                name, payload = "load", msgspec.msgpack.encode(LoadQuery(head, self._forwarder.load()))
+            else:
+                self._forwarder.catch_up()
+            link.ask_then(name, payload, PAGE_TIMEOUT_S, lambda answer: take(answer or b""))
+
+        link.together(ask)
 
     async def ledgers(self, timelines: Sequence[RequestTimeline], until_ns: int) -> list[dict[str, object]]:
         """Returns the ledgers of requests in flight; where causes are not known in time, all is `unknown`."""

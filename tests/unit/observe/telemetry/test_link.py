@@ -71,6 +71,28 @@ async def test_questions_that_are_not_answered_in_time_end_without_an_answer() -
     await lost.wait()
 
 
+async def test_work_that_fails_holds_nothing_back() -> None:
+    ours, theirs = socket.socketpair()
+    link, lost = await connected(ours, {})
+
+    def fail() -> None:
+        link.send(Stalled(7))
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        link.together(fail)
+    link.send(Stalled(8))
+    theirs.setblocking(False)
+    frames = FrameBuffer()
+    taken: list[object] = []
+    while len(taken) < 2:
+        data = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(theirs, 1 << 16), 10)
+        taken += [msgspec.msgpack.decode(frame, type=Message) for frame in frames.feed(data)]
+    assert taken == [Stalled(7), Stalled(8)]
+    theirs.close()
+    await lost.wait()
+
+
 async def test_what_a_question_has_sent_comes_before_its_answer_in_one_write() -> None:
     ours, theirs = socket.socketpair()
 
