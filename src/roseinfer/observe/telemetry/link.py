@@ -66,7 +66,8 @@ class Link(asyncio.Protocol):
 
     def together(self, work: Callable[[], None]) -> None:
         """Sends what the work sends in one write, since a write wakes the other process."""
-        self._held = held = []
+        held: list[bytes] = []
+        self._held = held
         try:
             work()
         finally:
