@@ -17,7 +17,6 @@ from typing import Any, cast
 import llguidance
 import msgspec
 import numpy as np
-import tokenizers
 from msgspec.structs import replace
 
 from roseinfer.engine.core.constraint import MaskArray, Matcher
@@ -28,7 +27,7 @@ from roseinfer.text.grammar.source import GrammarCache
 from roseinfer.text.grammar.thoughts import ThoughtMatcher, ThoughtTokens
 from roseinfer.text.grammar.tokenizer_file import TokenizerFile
 from roseinfer.text.tokenizer.files import tokenizer_file
-from roseinfer.text.tokenizer.tokenizer import TokenTexts
+from roseinfer.text.tokenizer.tokenizer import TokenTexts, read_library_tokenizer
 
 MAX_MESSAGE_CHARS = 200
 # In which the worst expression grows by about 5 MiB; a usual one is done with growing before.
@@ -168,7 +167,7 @@ class _Tokens:
     spell_otherwise: Callable[[str], list[int]]  # by the longest tokens
 
     def __init__(self, file: TokenizerFile, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._inner = tokenizers.Tokenizer.from_buffer(file.spelling_control)
+        self._inner = read_library_tokenizer(file.spelling_control)
         self._inner.no_truncation()
         self._inner.no_padding()
         num_tokens = max(vocab_size, file.num_ids)  # the model's head may have rows that no token belongs to
