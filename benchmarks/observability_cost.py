@@ -9,8 +9,8 @@ are measured when a tool is attached, for instance with `NVTX_INJECTION64_PATH`.
 
 Then one server, its engine and its telemetry in processes of their own, has a load, a process too, that keeps all its
 streams running. While it lasts, the server is observed and not, or a scraper asks for both pages of metrics every 50 ms
-and does not, by turns of less than a second, there and back: a machine whose speed changes favours neither. A figure's
-ratio is of four turns that follow each other; that of the p99 is of all turns of a load.
+and does not, by turns of a third of a second or of 16 steps, there and back: a machine whose speed changes favours
+neither. A figure's ratio is of four turns that follow each other; that of the p99 is of all turns of a load.
 """
 
 import argparse
@@ -91,6 +91,7 @@ RAMP_S = 0.5  # until all streams run
 OBSERVING_LEAD_S = 0.25  # of a turn, not measured: facts wait for 0.2 s, so observing lags behind
 SCRAPING_LEAD_S = 0.05
 TURN_S = 0.3
+TURN_STEPS = 16  # at least: tokens come by whole steps
 CHOICES = ("alone", "sides", "scrapes")
 
 
@@ -376,9 +377,9 @@ async def compare(arguments: argparse.Namespace) -> None:
         return await asyncio.to_thread(client.drive, requests)
 
     try:
-        await run_load(requests[: arguments.streams])
+        turn_s = max(TURN_S, TURN_STEPS * Chunks(await run_load(requests[: arguments.streams])).step_s())
         if "sides" in arguments.parts:
-            sides = Ways("off", "on", {"off": server.turn_off, "on": server.turn_on}, OBSERVING_LEAD_S)
+            sides = Ways("off", "on", {"off": server.turn_off, "on": server.turn_on}, OBSERVING_LEAD_S, turn_s)
             await alternate(sides, run_load, server.telemetry.pid, arguments.rounds)
             for name, hub in server.single.items():
                 server.observe(hub)
@@ -391,7 +392,7 @@ async def compare(arguments: argparse.Namespace) -> None:
             await measure_rest()
             await measure_scrapes("the API port", port)
             await measure_scrapes("the operations port", ops_port)
-            await compare_scraped(ops_port, run_load, server.telemetry.pid, arguments.rounds)
+            await compare_scraped(ops_port, run_load, server.telemetry.pid, arguments.rounds, turn_s)
     finally:
         await asyncio.to_thread(client.close)
         await runner.cleanup()
@@ -413,12 +414,13 @@ def processor_us(pid: int | None) -> dict[str, float]:
 
 
 class Ways(NamedTuple):
-    """Two ways to run a server, what enters each, and how long after that it is not measured."""
+    """Two ways to run a server, what enters each, and how long after that it is not measured and then is."""
 
     base: str
     other: str
     enter: Mapping[str, Callable[[], None]]
     lead_s: float
+    turn_s: float
 
 
 class Turn(NamedTuple):
@@ -439,7 +441,7 @@ async def take_turns(ways: Ways, load: "asyncio.Task[list[Answer]]", pid: int | 
         ways.enter[name]()
         await asyncio.sleep(ways.lead_s)
         begin_ns, began_us = time.monotonic_ns(), processor_us(pid)
-        await asyncio.sleep(TURN_S)
+        await asyncio.sleep(ways.turn_s)
         used_us = {process: us - began_us[process] for process, us in processor_us(pid).items()}
         turns.append(Turn(name, begin_ns, time.monotonic_ns(), used_us))
     return turns
@@ -480,6 +482,10 @@ class Chunks:
         self.last_ns = begins[-1]  # from then on streams end and no others begin
         self.first_ns = min(stream.token_ns[-1] for stream in streams)
 
+    def step_s(self) -> float:
+        """The median gap."""
+        return float(np.median(self._gaps_ns)) / 1e9
+
     def _of(self, turns: Sequence[Turn], name: str) -> tuple[Sequence[Turn], IntArray, IntArray]:
         mine = [turn for turn in turns if turn.name == name]
         bounds = [np.searchsorted(self._end_ns, (turn.begin_ns, turn.end_ns)) for turn in mine]
@@ -503,14 +509,14 @@ class Chunks:
         return {f"itl_p{percent}_ms": float(np.percentile(gaps_ms, percent)) for percent in (50, 99)}
 
 
-async def compare_scraped(ops_port: int, run_load: Load, pid: int | None, num_loads: int) -> None:
+async def compare_scraped(ops_port: int, run_load: Load, pid: int | None, num_loads: int, turn_s: float) -> None:
     """Print what it costs streams that both pages are asked for every SCRAPE_INTERVAL_S."""
     scraper = await start_scraper(0, ops_port, "/metrics", "/metrics/load")
     enter = {
         "quiet": partial(scraper.send_signal, signal.SIGSTOP),
         "scraped": partial(scraper.send_signal, signal.SIGCONT),
     }
-    await alternate(Ways("quiet", "scraped", enter, SCRAPING_LEAD_S), run_load, pid, num_loads)
+    await alternate(Ways("quiet", "scraped", enter, SCRAPING_LEAD_S, turn_s), run_load, pid, num_loads)
     enter["scraped"]()
     scraper.terminate()
     await scraper.wait()
