@@ -6,6 +6,7 @@ goes on with a word (`##`), older BPE what ends one (`</w>`).
 """
 
 import asyncio
+import gc
 import re
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -137,8 +138,14 @@ def read_library_tokenizer(content: bytes) -> tokenizers.Tokenizer:
 
     Of 150,000 tokens with merges, the library's own reader leaves 10 MB of holes in the heap: it gets them as objects.
     """
-    with suppress(Exception):  # of another kind, or damaged, which the library has better words for
-        return _read_merges(content)
+    is_collecting = gc.isenabled()
+    gc.disable()  # or hundreds of collections walk the objects, and what observes each lies between them and stays
+    try:
+        with suppress(Exception):  # of another kind, or damaged, which the library has better words for
+            return _read_merges(content)
+    finally:
+        if is_collecting:
+            gc.enable()
     return tokenizers.Tokenizer.from_buffer(content)
 
 
