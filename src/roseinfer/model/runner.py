@@ -72,8 +72,7 @@ class RunnerLimits:
     max_tokens: int
 
 
-@dataclass(eq=False, slots=True)
-class LaunchedBatch:
+class LaunchedBatch(msgspec.Struct, eq=False):
     """The torch `Launched`: a batch whose tokens are sampled on the device, or will be."""
 
     _token_ids: npt.NDArray[Any]  # of any type; valid when the event has passed

@@ -73,6 +73,7 @@ class CudaGraphs:
             is_decode: sorted(size for size in sizes if size.is_decode == is_decode) for is_decode in (True, False)
         }
         self._graphs: dict[GraphSize, Graph] = {}
+        self._found: tuple[object, GraphSize | None] = (None, None)  # what `size_for` was asked last, and its answer
         self.num_bytes = 0  # of the device's memory that the graphs take
         self.max_bytes: int | None = None  # that they may take; known from the first capture on
 
@@ -84,6 +85,9 @@ class CudaGraphs:
         self, num_tokens: int, num_rows: int, watch: Watch = unwatched, *, is_decode: bool = False
     ) -> GraphSize | None:
         """The size with the fewest tokens that holds a step, captured if it was not; None if no graph does."""
+        asked = num_tokens, num_rows, is_decode
+        if asked == self._found[0]:  # as in most steps that decode
+            return self._found[1]
         sizes = self._sizes[is_decode]
         for size in islice(sizes, bisect_left(sizes, (num_tokens, num_rows)), None):
             if size.num_rows < num_rows:
@@ -92,6 +96,7 @@ class CudaGraphs:
                 with watch("capture"):
                     if not self._capture(size):
                         return self.size_for(num_tokens, num_rows, watch, is_decode=is_decode)
+            self._found = asked, size
             return size
         return None
 

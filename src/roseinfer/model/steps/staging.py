@@ -79,12 +79,27 @@ class StepFields:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeFields:
+    """What an arena has of a decode step: the fields that change while its rows stay the same, [rows] each."""
+
+    fields: StepFields
+    slots: Int32Array  # the batch's, which is not changed in place
+    first_entries: IntArray  # index of each slot's first block in the block table
+    positions: IntArray
+    starts: IntArray
+    next_positions: IntArray
+    last_entries: IntArray
+    last_blocks: IntArray
+
+
+@dataclass(slots=True)
 class Arena:
     """Host memory of one step in flight."""
 
     index: int
     words: torch.Tensor  # int32
     event: Event  # passes when the last copy out of it is done
+    decode: DecodeFields | None = None  # None: the last step written here was another one
 
 
 class Arenas:
@@ -221,6 +236,8 @@ class InputStaging:
         self.outbox = Outbox(stream.device)  # what is put here travels with the next step
         num_table_rows = 0 if stream.is_host else sizes.num_slots + 1  # on a CPU the scheduler's own table serves
         self.block_table = torch.zeros(num_table_rows, sizes.max_blocks, dtype=torch.int32, device=stream.device)
+        self._no_slots: Int32Array = np.zeros(0, np.int32)
+        self._one, self._block_size = np.array(1), np.array(sizes.block_size)
         self._is_unsent = np.zeros(sizes.num_slots, np.bool_)
         self._counting = np.arange(max(sizes.max_rows, sizes.max_tokens) + 1, dtype=np.int32)
 
@@ -239,6 +256,7 @@ class InputStaging:
     def stage(self, batch: ScheduledBatch, watch: Watch = unwatched) -> StagedStep:
         """Send a batch. The result is valid until the next step is staged."""
         arena = self.arenas.begin(watch)
+        arena.decode = None
         fields = self._fields(self._padded_rows(batch.num_rows), self._padded_rows(batch.num_tokens))
         host = fields.host[arena.index]
         is_decode = batch.num_device_rows == batch.num_rows
@@ -401,36 +419,49 @@ class InputStaging:
         """
         arena = self.arenas.begin(watch)
         fields = self._fields(num_rows, num_rows)
-        host = fields.host[arena.index]
-        num_used = 0 if batch is None else batch.num_rows
+        slots, decode = self._no_slots if batch is None else batch.slots, arena.decode
+        if decode is None or decode.slots is not slots or decode.fields is not fields:
+            decode = arena.decode = self._put_slots(slots, fields, fields.host[arena.index])
         if batch is not None:
-            self._put_decode_rows(batch, host)
-        if num_used < num_rows:
-            host["slot_indices"][num_used:] = self.spare_slot
-            host["token_positions"][num_used:] = 0
-            host["last_entries"][num_used:] = self.spare_slot * self._sizes.max_blocks
-            host["last_blocks"][num_used:] = self._sizes.spare_block
-        host["slots"][:] = host["slot_indices"]
-        host["starts"][:] = host["token_positions"]
-        np.add(host["token_positions"], 1, out=host["next_positions"])
-        host["query_starts"][:] = self._counting[: num_rows + 1]
+            self._put_positions(batch, decode)
         words = self._with_masks(batch, arena, fields.layout.decode_words)
         self.arenas.send(arena, words, watch, self.outbox)
 
-    def _put_decode_rows(self, batch: ScheduledBatch, host: dict[str, IntArray]) -> None:
-        """Write the rows' slots and positions, and the entry of the block table that each row's token needs.
+    def _put_slots(self, slots: Int32Array, fields: StepFields, host: dict[str, IntArray]) -> DecodeFields:
+        """Write what stays while these slots decode, and whole rows to fill up."""
+        num_used, max_blocks = len(slots), self._sizes.max_blocks
+        host["slot_indices"][:num_used] = slots
+        host["slot_indices"][num_used:] = self.spare_slot
+        host["slots"][:] = host["slot_indices"]
+        host["query_starts"][:] = self._counting[: len(host["query_starts"])]
+        of_spare_rows = {
+            "token_positions": 0,
+            "starts": 0,
+            "next_positions": 1,
+            "last_entries": self.spare_slot * max_blocks,
+            "last_blocks": self._sizes.spare_block,
+        }
+        if num_used < len(host["slots"]):
+            for name, value in of_spare_rows.items():
+                host[name][num_used:] = value
+        first_entries = host["slot_indices"][:num_used] * max_blocks
+        return DecodeFields(fields, slots, first_entries, *(host[name][:num_used] for name in of_spare_rows))
+
+    def _put_positions(self, batch: ScheduledBatch, decode: DecodeFields) -> None:
+        """Write the rows' positions, and the entry of the block table that each row's token needs.
 
         A graph on a fast GPU leaves the host some 60 microseconds a step: indices are made once, in the type that numpy
-        indexes with, and the table is read by one of them.
+        indexes with, the table is read by one of them, and no number is converted to an array.
         """
-        num_rows, width, max_blocks = batch.num_rows, batch.block_table.shape[1], self._sizes.max_blocks
-        slots, positions = host["slot_indices"][:num_rows], host["token_positions"][:num_rows]
-        slots[:], positions[:] = batch.slots, batch.starts
-        columns = positions // self._sizes.block_size
-        entries = slots * max_blocks + columns
-        host["last_entries"][:num_rows] = entries
-        places = entries if width == max_blocks else slots * width + columns
-        host["last_blocks"][:num_rows] = batch.block_table.take(places)
+        positions, table = decode.positions, batch.block_table
+        positions[:] = decode.starts[:] = batch.starts
+        np.add(positions, self._one, decode.next_positions)
+        columns = positions // self._block_size
+        entries = np.add(decode.first_entries, columns, decode.last_entries)
+        if table.shape[1] == self._sizes.max_blocks:
+            table.take(entries, None, decode.last_blocks, "clip")  # which alone writes there directly; none is outside
+        else:
+            decode.last_blocks[:] = table[batch.slots, columns]
 
     def decode_step(self, num_rows: int) -> StagedStep:
         """The step that `stage_decode` sends, at addresses that never change."""
@@ -449,6 +480,7 @@ class InputStaging:
         sample is the spare slot's. None means no other rows.
         """
         arena = self.arenas.begin(watch)
+        arena.decode = None
         fields = self._fields(size.num_rows, size.num_tokens)
         host = fields.host[arena.index]
         num_rows = num_tokens = num_gathered = num_samples = 0

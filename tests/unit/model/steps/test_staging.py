@@ -279,6 +279,33 @@ def test_graphs_read_where_they_were_captured() -> None:
     assert device.query_starts.tolist() == [0, 1, 2, 3, 4]
 
 
+def test_rows_that_stay_the_same_say_what_others_would() -> None:
+    """Only what changes of them is written again, whatever else has been in the arenas meanwhile."""
+    staging, batch = make(LateStream()), batch_of([(3, 6, 1), (5, 7, 1)], 2)
+    for number in range(19):
+        batch = msgspec.structs.replace(batch, starts=batch.starts + 1, block_table=TABLE + 100 * number)
+        if number in {3, 9}:
+            staging.stage_prompts(batch_of(MIXED, 2), SIZE)
+        elif number in {6, 11}:
+            staging.stage(batch_of([(4, 9, 1), (1, 0, 30)], 1))
+        elif number == 14:
+            staging.stage_decode(None, 4)
+        size, fresh = 2 if number == 17 else 4, make(LateStream())
+        found = put(staging, batch, size)
+        expected = put(fresh, msgspec.structs.replace(batch, slots=batch.slots.copy()), size)
+        for one, other in zip(_integers(found), _integers(expected), strict=True):
+            assert one.tolist() == other.tolist()
+        columns = batch.starts // SIZES.block_size
+        assert staging.block_table[[3, 5], columns].tolist() == fresh.block_table[[3, 5], columns].tolist()
+
+
+def _integers(step: StagedStep) -> list[torch.Tensor]:
+    device = step.packed.device
+    assert device is not None
+    assert step.next_positions is not None
+    return [step.slots, step.positions, step.next_positions, device.slots, device.starts, device.query_starts]
+
+
 # --- steps with prompts, in graphs ------------------------------------------------------------------------------------
 
 SIZE = GraphSize(num_tokens=16, num_rows=6)
