@@ -5,6 +5,8 @@ import fcntl
 import json
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -323,3 +325,28 @@ def test_small_checkpoints_and_off_have_no_cache(
     assert open_packed_cache("off", directory, placed()) is None
     monkeypatch.undo()
     assert open_packed_cache(str(cache_dir), directory, placed()) is None
+
+
+SUMMING = """
+import os, sys
+from pathlib import Path
+from roseinfer.model.weights.packed_cache import _sums_of_file
+from roseinfer.runtime import memory
+
+def resident_mb():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+memory.keep_freed_memory()
+file, size = os.open(sys.argv[1], os.O_RDONLY), os.path.getsize(sys.argv[1])
+before = resident_mb()
+assert len(list(_sums_of_file(file, size))) == 3
+print(resident_mb() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what is resident here")
+def test_an_engine_that_serves_keeps_no_memory_of_summing_the_file(tmp_path: Path) -> None:
+    (tmp_path / "packed").write_bytes(bytes(24 << 20))
+    arguments = [sys.executable, "-c", SUMMING, str(tmp_path / "packed")]
+    kept_mb = float(subprocess.run(arguments, capture_output=True, text=True, check=True).stdout)
+    assert kept_mb < 5
