@@ -43,6 +43,7 @@ from roseinfer.engine.core.batch import Watch
 from roseinfer.engine.core.stopwatch import Phases, Stopwatch, unwatched
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.transport import ProcessTransport
+from roseinfer.engine.ranges import make_phases
 from roseinfer.observe import logs
 from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.hub import MAX_DELAY_S, Hub
@@ -112,7 +113,7 @@ def measure_parts(num_rows: int, num_tokens: int, repeat: int) -> None:
     print(f"ranges: {watched:.2f} µs a step with a stopwatch alone, {off:.2f} with ranges off", end="")
     marker = make_marker(enabled=True)
     if marker is not None:
-        off, on = medians_us(repeat, ranged(phases), ranged(Phases(marker)))
+        off, on = medians_us(repeat, ranged(phases), ranged(make_phases(marker)))
         print(f"; {off:.2f} off and {on:.2f} on, with the tool", end="")
     quiet, as_span = step_costs(repeat, num_rows, step_record(run_parts(phases.begin(7)), counts))
     print(f"\ntracing, a step of {num_rows} rows: {quiet:.2f} µs; as a span with its parts and links: {as_span:.1f}")

@@ -19,7 +19,6 @@ from roseinfer.engine import loop as engine_loop
 from roseinfer.engine.core.constraint import Grammars
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
-from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.engine.kv_events import publishing
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.frames import EngineLink
@@ -27,6 +26,7 @@ from roseinfer.engine.link.heartbeat import receive_heartbeat
 from roseinfer.engine.link.transport import BuildEngine, ProcessTransport, ThreadTransport, Transport
 from roseinfer.engine.pace import Pace
 from roseinfer.engine.queue_estimate import QueueEstimate
+from roseinfer.engine.ranges import make_phases
 from roseinfer.engine.speculation import Speculation
 from roseinfer.messages import EngineInfo, StartupProgress
 from roseinfer.observe import logs
@@ -106,7 +106,7 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
         pacer=pace,
         make_drafter=partial(Speculation, pace) if _can_speculate(config, info) else None,
     )
-    phases = Phases(make_marker(enabled=config.observe.nvtx))
+    phases = make_phases(make_marker(enabled=config.observe.nvtx))
     profiler = TorchProfiler(info.device)
     return Engine(scheduler, runner, phases, info, _pipeline_depth(config, info), profiler)
 

@@ -11,9 +11,9 @@ import sys
 from roseinfer.config.options import CacheConfig, RunnerConfig, SchedulerConfig
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.scheduler import Scheduler
-from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.engine.link.heartbeat import Heartbeat
 from roseinfer.engine.loop import note_pauses
+from roseinfer.engine.ranges import make_phases
 from roseinfer.messages import Request, SamplingParams
 from roseinfer.observe.tracing.nvtx import make_marker
 from tests.unit.model.fake_device import LateStream
@@ -33,7 +33,7 @@ def make_engine(pipeline_depth: int, *, is_marked: bool) -> Engine:
         max_model_len=runner.info.max_model_len,
         eos_token_ids=(),
     )
-    return Engine(scheduler, runner, Phases(make_marker(enabled=is_marked)), runner.info, pipeline_depth)
+    return Engine(scheduler, runner, make_phases(make_marker(enabled=is_marked)), runner.info, pipeline_depth)
 
 
 def main(pipeline_depth: int, *, is_marked: bool) -> None:

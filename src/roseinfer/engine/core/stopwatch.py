@@ -1,20 +1,11 @@
-"""Stopwatches for the parts of an engine step, which also mark ranges for an attached profiler."""
+"""Stopwatches for the parts of an engine step."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, Self
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Self
 
 from roseinfer.records import PhaseTimes
-
-
-class RangeMarker(Protocol):
-    """Marks the start and the end of a named range for an attached profiler."""
-
-    def push(self, name: str, payload: int) -> None: ...
-
-    def pop(self) -> None: ...
-
 
 _NOTHING = nullcontext()
 _CAPTURE = "capture"
@@ -30,43 +21,22 @@ def _ignore(_: bool) -> None: ...
 
 
 class Phases:
-    """Makes the stopwatch of each step. One instance serves one engine; with a marker it also opens ranges."""
+    """Makes the stopwatch of each step; one instance serves one engine. `engine/ranges.py` marks ranges as well."""
 
-    def __init__(self, marker: RangeMarker | None = None, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.clock = clock
-        self.marker = marker
         self.on_capture: Callable[[bool], None] = _ignore  # called when a CUDA graph's recording begins, and ends
-        self._step_id = 0  # of the range that `whole` opened last
 
     def begin(self, step_id: int) -> "Stopwatch":
-        if self.marker is None:
-            return Stopwatch(step_id, self.clock, self.on_capture)
-        return _RangedStopwatch(step_id, self.clock, self.on_capture, self.marker)
+        return Stopwatch(step_id, self.clock, self.on_capture)
 
-    def whole(self, step_id: int) -> AbstractContextManager[None]:
-        """A range around all that the engine does until it outputs this step; it measures nothing."""
-        if self.marker is None:
-            return _NOTHING
-        self._step_id = step_id
-        return _range(self.marker, "step", step_id)
+    def whole(self, step_id: int) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Around all that the engine does until it outputs this step; it measures nothing."""
+        return _NOTHING
 
-    def begin_collection(self) -> None:
-        """Open a range for a garbage collection."""
-        if self.marker is not None:
-            self.marker.push("gc", self._step_id)
+    def begin_collection(self) -> None: ...
 
-    def end_collection(self) -> None:
-        if self.marker is not None:
-            self.marker.pop()
-
-
-@contextmanager
-def _range(marker: RangeMarker, name: str, payload: int) -> Iterator[None]:
-    marker.push(name, payload)
-    try:
-        yield
-    finally:
-        marker.pop()
+    def end_collection(self) -> None: ...
 
 
 class Stopwatch:
@@ -103,23 +73,3 @@ class Stopwatch:
 
     def times(self) -> PhaseTimes:
         return PhaseTimes(*self._elapsed.values())
-
-
-class _RangedStopwatch(Stopwatch):
-    """One that opens a range for each phase as well."""
-
-    __slots__ = ("_marker",)
-
-    def __init__(
-        self, step_id: int, clock: Callable[[], int], on_capture: Callable[[bool], None], marker: RangeMarker
-    ) -> None:
-        super().__init__(step_id, clock, on_capture)
-        self._marker = marker
-
-    def __call__(self, name: str) -> Self:
-        self._marker.push(name, self.step_id)
-        return super().__call__(name)
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        super().__exit__(kind, error, traceback)
-        self._marker.pop()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from roseinfer.engine.core.stopwatch import Phases
+from roseinfer.engine.ranges import make_phases
 from roseinfer.observe.tracing.nvtx import RANGES, make_marker
 from roseinfer.records import PhaseTimes
 
@@ -52,7 +52,7 @@ def test_the_real_library_without_a_profiler_gives_no_marker() -> None:
 
 def test_the_phases_of_a_step_are_balanced_ranges_with_its_number() -> None:
     tape = Tape()
-    phases = Phases(make_marker(enabled=True, domain=tape))
+    phases = make_phases(make_marker(enabled=True, domain=tape))
     for step_id in (7, 8):
         watch = phases.begin(step_id)
         for name in PhaseTimes.__struct_fields__:
@@ -67,7 +67,7 @@ def test_the_phases_of_a_step_are_balanced_ranges_with_its_number() -> None:
 
 def test_ranges_nest_and_close_when_a_phase_raises() -> None:
     tape = Tape()
-    watch = Phases(make_marker(enabled=True, domain=tape)).begin(1)
+    watch = make_phases(make_marker(enabled=True, domain=tape)).begin(1)
     with pytest.raises(ZeroDivisionError), watch("launch"), watch("wait"):
         raise ZeroDivisionError
     assert tape.seen == [("launch", 1), ("wait", 1), "pop", "pop"]
