@@ -19,7 +19,7 @@ from roseinfer.engine.core.admission import make_policy
 from roseinfer.engine.core.batch import Int32Array, SampledTokens, ScheduledBatch, SlotBinding
 from roseinfer.engine.core.constraint import Grammars
 from roseinfer.engine.core.deadlines import Deadlines
-from roseinfer.engine.core.decode_ring import DecodeRing, DecodeRows, rows_of
+from roseinfer.engine.core.decode_ring import DecodeRing, DecodeRows, Plan, rows_of
 from roseinfer.engine.core.kv_cache_manager import KVCacheManager
 from roseinfer.engine.core.sequence import Sequence, SequenceStatus, SlotTable
 from roseinfer.engine.core.steps import (
@@ -80,6 +80,7 @@ class Scheduler:
         self.speculation = make_drafter(table, fixed) if make_drafter and fixed != 0 else None
         self._pacer = pacer if pacer and (pacer.cuts or self.speculation) else None  # else what it learns is of no use
         self.ring = DecodeRing(self.limits.max_num_seqs)
+        self._plan = Plan(self._table)
         self._failures = RowFailures()
         self.prefilling: list[Sequence] = []  # oldest first
         self.in_flight: deque[ScheduledStep] = deque()  # scheduled and not committed, oldest first
@@ -233,8 +234,7 @@ class Scheduler:
         its token ids must be known for it to come back.
         """
         kv_cache, owners = self.kv_cache, self._table.owners
-        is_full = kv_cache.table.num_computed[rows.index] == kv_cache.table.capacities[rows.index]
-        full: list[int] = rows.index[is_full].tolist()
+        full = self._plan.full_slots(rows)
         if len(full) <= kv_cache.pool.num_available:
             kv_cache.grow(full)
             return rows
@@ -349,10 +349,11 @@ class Scheduler:
         drafts = self._draft(decodes, budget)
         if drafts:
             decodes = rows_of([slot for slot in decodes.slots.tolist() if slot not in drafts])
-        batch, index, ends = make_batch(step_id, table, decodes, drafts, chunks, bindings)
+        planned = self._plan.pass_step(None if chunks else decodes)
+        batch, index, ends = make_batch(step_id, table, decodes, planned, drafts, chunks, bindings)
         first_chunk = batch.num_rows - len(chunks)
         counts.num_draft_tokens = sum(map(len, drafts.values())) if drafts else 0
-        counts.num_context_tokens = sum(ends.tolist())
+        counts.num_context_tokens = planned.num_context_tokens if planned else sum(ends.tolist())
         slots, num_computed = index, ends
         if batch.drafted is not None:  # one row of each slot: what is drafted counts when it is accepted
             known = np.flatnonzero(batch.drafted < 0)
@@ -363,12 +364,12 @@ class Scheduler:
                 self.prefilling.remove(sequence)
                 sequence.status = SequenceStatus.DECODING
                 self.ring.append(sequence.slot)
-        last_slots = slots[num_computed == table.last_positions[slots]].tolist()
-        for slot in last_slots:
+        ending = [] if planned and not planned.has_last else slots[num_computed == table.last_positions[slots]].tolist()
+        for slot in ending:
             sequence = table.owner(slot)
             self._stop_running(sequence)
             sequence.status = SequenceStatus.ENDING
-        self.in_flight.append(ScheduledStep(batch, index, ends, bool(last_slots or drafts), first_chunk, counts))
+        self.in_flight.append(ScheduledStep(batch, index, ends, bool(ending or drafts), first_chunk, counts))
         return batch
 
     # --- commit -----------------------------------------------------------------------------------------------------

@@ -147,8 +147,7 @@ class SlotTable:
         return block_ids
 
     def blocks_of(self, slot: int) -> list[int]:
-        ids: list[int] = self.block_ids[slot, : self.capacities[slot] // self.block_size].tolist()
-        return ids
+        return [*self.block_ids[slot, : self.capacities[slot] // self.block_size].tolist()]
 
     def append_blocks(self, slots: list[int], block_ids: list[int]) -> None:
         """Give each of the slots one more block; a loop, since in most steps they are few."""

@@ -21,7 +21,7 @@ from roseinfer.engine.core.batch import (
     SlotBinding,
 )
 from roseinfer.engine.core.constraint import TokenMasks
-from roseinfer.engine.core.decode_ring import DecodeRows
+from roseinfer.engine.core.decode_ring import DecodeRows, PlannedStep
 from roseinfer.engine.core.sequence import Sequence, SlotTable
 from roseinfer.messages import PromptLogprobs, TokenOutput
 from roseinfer.records import BlockedBy, FinishReason
@@ -184,6 +184,7 @@ def make_batch(
     step_id: int,
     table: SlotTable,
     decodes: DecodeRows,
+    planned: PlannedStep | None,  # of `decodes`, without other rows
     drafts: dict[int, Int32Array],
     chunks: list[Chunk],
     bindings: tuple[SlotBinding, ...],
@@ -197,7 +198,7 @@ def make_batch(
         slots = np.concatenate([slots, np.array([*drafting, *(sequence.slot for sequence, _ in chunks)], np.int32)])
         lengths = np.array([1] * len(drafting) + [length for _, length in chunks], np.int32)
         index, num_new_tokens = slots.astype(np.intp), np.concatenate([num_new_tokens, lengths])
-    starts, drafted = table.num_computed[index], None
+    starts, drafted = planned.starts if planned else table.num_computed[index], None
     if drafts:
         places = [place for draft in drafts.values() for place in range(1 + len(draft))]
         starts[num_decodes:first_chunk] += np.array(places, np.int32)
@@ -205,7 +206,7 @@ def make_batch(
         if len(tokens) > len(drafts):
             drafted = np.full(len(slots), NO_TOKEN, np.int32)
             drafted[num_decodes:first_chunk] = tokens
-    ends = starts + num_new_tokens
+    ends = planned.ends if planned else starts + num_new_tokens
     samples = ends >= table.num_given[index] if drafts or chunks else decodes.samples
     batch = ScheduledBatch(
         step_id=step_id,

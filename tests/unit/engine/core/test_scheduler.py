@@ -5,6 +5,8 @@ import gc
 import numpy as np
 import pytest
 
+from roseinfer.engine.core.decode_ring import Plan, rows_of
+from roseinfer.engine.core.sequence import SlotTable
 from roseinfer.engine.invariants import assert_invariants
 from roseinfer.errors import ConfigError
 from roseinfer.records import FinishReason
@@ -232,6 +234,35 @@ def test_times_are_stamped_in_order() -> None:
     assert times.inbox_ns <= times.scheduled_ns <= steps[0].record.tokens_ns <= steps[1].record.tokens_ns
     assert steps[0].record.kind == "prefill"
     assert steps[1].record.kind == "decode"
+
+
+def test_a_plan_says_what_the_table_says() -> None:
+    """Whatever other rows have had a step in between, and for longer than it was made for."""
+    table = SlotTable(num_slots=5, max_model_len=60, block_size=4)
+    table.num_computed[:], table.capacities[:] = [9, 3, 8, 16, 5], [12, 4, 8, 24, 8]
+    table.last_positions[:] = [24, 60, 60, 60, 60]
+    plan, rows, others = Plan(table), rows_of([2, 0, 3]), rows_of([4, 1, 2])
+    num_planned = 0
+    for step in range(30):
+        decodes = others if step in {3, 4, 9} else rows
+        slots, starts = decodes.slots.tolist(), table.num_computed[decodes.index].tolist()
+        full = plan.full_slots(decodes)
+        assert full == [slot for slot, start in zip(slots, starts, strict=True) if start == table.capacities[slot]]
+        assert plan.full_slots(decodes) == full, "a step that cannot be scheduled yet is asked for again"
+        table.append_blocks(full, full)
+        ends = [start + 1 for start in starts]
+        if (planned := plan.pass_step(decodes)) is not None:
+            num_planned += 1
+            found = planned.starts.tolist(), planned.ends.tolist(), planned.num_context_tokens
+            assert found == (starts, ends, sum(ends))
+            assert planned.has_last == any(end == table.last_positions[s] for s, end in zip(slots, ends, strict=True))
+        table.num_computed[decodes.index] = ends
+        if step == 20:  # some of the rows are not in a step after all
+            assert plan.pass_step(rows_of(slots[1:])) is None
+            table.num_computed[decodes.index[1:]] += 1
+            grown = [s for s in slots if table.num_computed[s] > table.capacities[s]]
+            table.append_blocks(grown, grown)
+    assert num_planned > 12
 
 
 def test_arrays_are_mutated_in_place() -> None:
