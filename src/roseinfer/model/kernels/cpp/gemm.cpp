@@ -30,6 +30,8 @@ constexpr int64_t kChunk = 16;            // tiles of k after which, of more tha
 constexpr int64_t kRowsBytes = 1 << 20;   // packed rows that stay in the second cache while panels go by
 constexpr int64_t kMaxRows = 512;         // of them
 constexpr int64_t kAhead = 2048;          // bytes before their use that lines of a column are prefetched
+constexpr int64_t kFewRows = 2;           // that each thread packs for itself, sooner than it would meet the others; in int8
+                                          // they are multiplied in registers
 constexpr int64_t kWorthThreads = 64;     // tiles; below, waking a thread costs more than it saves
 
 // A linear layer: _TileDescriptor of layers/packed_linear.py.
@@ -48,13 +50,13 @@ int64_t num_tiles_of_k(int64_t num_inputs) {
     return (num_inputs * int64_t(sizeof(T)) + kLineBytes - 1) / kLineBytes;
 }
 
-thread_local Buffer packed_rows;  // of the calling thread; those of its team read it
+thread_local Buffer packed_rows;  // of the calling thread, where those of its team read it, or of each
 thread_local Buffer row_scales;
 
 // The packed operands of a call.
 struct Rows {
-    const uint8_t* tiles;
-    const float* scales;  // of int8 rows
+    uint8_t* tiles;
+    float* scales;  // of int8 rows
     int64_t count;
     int64_t per_tile;  // 16, or fewer where there are not so many
 };
@@ -164,6 +166,69 @@ void multiply_panel(const Linear& linear, const Rows& rows, int64_t first, int64
     }
 }
 
+// sums [two columns][16 rows] = a few rows of int8 times the columns, in registers: of so few, tiles are mostly empty, and
+// memory is read faster without them. The instruction takes bytes of the weight unsigned, so 128 is added to them, and
+// `surplus`, 128 times the sum of each row, is taken away: the sums are those of tiles.
+template <int num_rows, int num_columns>
+__attribute__((noinline)) void multiply_in_registers(const Rows& rows, const uint8_t* column, int64_t num_tiles,
+                                                     const int32_t* surplus, uint8_t* sums) {
+    constexpr int kChains = 2;  // of which neighbours do not wait for each other
+    const __m512i unsigned_bytes = _mm512_set1_epi8(-128);
+    __m512i chains[num_columns][num_rows][kChains] = {};
+    const uint8_t* x = rows.tiles;
+    for (int64_t tile = 0; tile < num_tiles; ++tile, x += num_rows * kLineBytes, column += kTileBytes) {
+#pragma GCC unroll 16
+        for (int word = 0; word < kTileRows; ++word) {
+#pragma GCC unroll 2
+            for (int side = 0; side < num_columns; ++side) {
+                const uint8_t* line = column + side * num_tiles * kTileBytes + word * kLineBytes;
+                prefetch_to_level2(line + kAhead);
+                const __m512i weights = _mm512_xor_si512(_mm512_loadu_si512(line), unsigned_bytes);
+#pragma GCC unroll 2
+                for (int row = 0; row < num_rows; ++row) {
+                    int32_t values;
+                    std::memcpy(&values, x + row * kLineBytes + word * sizeof values, sizeof values);
+                    __m512i& chain = chains[side][row][word % kChains];
+                    chain = _mm512_dpbusd_epi32(chain, weights, _mm512_set1_epi32(values));
+                }
+            }
+        }
+    }
+    for (int side = 0; side < num_columns; ++side) {
+        for (int row = 0; row < num_rows; ++row) {
+            __m512i sum = _mm512_sub_epi32(chains[side][row][0], _mm512_set1_epi32(surplus[row]));
+            for (int chain = 1; chain < kChains; ++chain) sum = _mm512_add_epi32(sum, chains[side][row][chain]);
+            _mm512_storeu_si512(sums + side * kTileBytes + row * kLineBytes, sum);
+        }
+    }
+}
+
+// Panels of a few rows of int8.
+template <int num_rows, Activation activation, typename Out>
+void multiply_few(const Linear& linear, const Rows& rows, int64_t panel, int64_t last, Out* out) {
+    if constexpr (num_rows > 1) {
+        if (rows.count < num_rows) return multiply_few<num_rows - 1, activation>(linear, rows, panel, last, out);
+    }
+    const int64_t num_tiles = num_tiles_of_k<int8_t>(linear.num_inputs);
+    int32_t surplus[num_rows];
+    for (int row = 0; row < num_rows; ++row) {
+        __m512i sum = _mm512_setzero_si512();
+        for (int64_t tile = 0; tile < num_tiles; ++tile) {
+            const __m512i values = _mm512_loadu_si512(rows.tiles + (tile * num_rows + row) * kLineBytes);
+            sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(-128), values);
+        }
+        surplus[row] = _mm512_reduce_add_epi32(sum);
+    }
+    alignas(64) uint8_t sums[2 * kTileBytes];
+    for (; panel < last; ++panel) {
+        const uint8_t* column = linear.weight + panel * 2 * num_tiles * kTileBytes;
+        const bool is_whole = linear.num_outputs - panel * kSide > kTileRows;
+        if (is_whole) multiply_in_registers<num_rows, 2>(rows, column, num_tiles, surplus, sums);
+        else multiply_in_registers<num_rows, 1>(rows, column, num_tiles, surplus, sums);
+        Pending<int8_t, Out, activation>(linear, rows, sums, 0, num_rows, panel, out, false).step(kSide);
+    }
+}
+
 // One row into its place in the tiles; the scale where it is quantised.
 template <typename T, typename In>
 void pack_row(const In* x, int64_t num_inputs, uint8_t* to, int64_t step, float* scale) {
@@ -180,6 +245,14 @@ void pack_row(const In* x, int64_t num_inputs, uint8_t* to, int64_t step, float*
             std::memset(to + whole * step, 0, kLineBytes);
             std::memcpy(to + whole * step, x + whole * kPiece, (num_inputs - whole * kPiece) * sizeof(T));
         }
+    }
+}
+
+// Has the first lines of two columns on their way while rows are packed.
+void ask_for_beginning(const uint8_t* column, int64_t column_bytes) {
+    for (int64_t line = 0; line < std::min(kAhead, column_bytes); line += kLineBytes) {
+        prefetch_to_level2(column + line);
+        prefetch_to_level2(column + column_bytes + line);
     }
 }
 
@@ -214,22 +287,37 @@ void multiply_rows(const Linear& linear, const In* x, int64_t num_rows, Out* out
     const int64_t num_panels = (linear.num_outputs + kSide - 1) / kSide;
     const int64_t per_tile = std::min(kTileRows, num_rows), row_step = per_tile * kLineBytes;
     const int64_t rows_step = num_tiles * row_step;
-    uint8_t* tiles = packed_rows.take((num_rows + kTileRows - 1) / kTileRows * rows_step);
-    float* scales = reinterpret_cast<float*>(row_scales.take(num_rows * sizeof(float)));
-    const Rows rows = {tiles, scales, num_rows, per_tile};
+    const bool is_few = num_rows <= kFewRows;
+    const auto take = [&] {
+        uint8_t* tiles = packed_rows.take((num_rows + kTileRows - 1) / kTileRows * rows_step);
+        return Rows{tiles, reinterpret_cast<float*>(row_scales.take(num_rows * sizeof(float))), num_rows, per_tile};
+    };
+    const auto pack = [&](const Rows& rows, int64_t row) {
+        uint8_t* to = rows.tiles + row / kTileRows * rows_step + row % kTileRows * kLineBytes;
+        pack_row<T>(x + row * linear.num_inputs, linear.num_inputs, to, row_step, rows.scales + row);
+    };
+    const Rows shared = is_few ? Rows{} : take();
     const int64_t at_once = rows_at_once(num_rows, num_tiles * kLineBytes, num_panels);
     const int64_t num_units = (num_rows + at_once - 1) / at_once * num_panels;
 #pragma omp parallel if (num_units * num_tiles > kWorthThreads)
     {
         const int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
-        for (int64_t row = num_rows * thread / num_threads; row < num_rows * (thread + 1) / num_threads; ++row) {
-            uint8_t* to = tiles + row / kTileRows * rows_step + row % kTileRows * kLineBytes;
-            pack_row<T>(x + row * linear.num_inputs, linear.num_inputs, to, row_step, scales + row);
-        }
-#pragma omp barrier
-        const TileScope scope(per_tile);
         const int64_t first = num_units * thread / num_threads, last = num_units * (thread + 1) / num_threads;
+        const Rows rows = is_few ? take() : shared;
+        if (is_few) {
+            ask_for_beginning(linear.weight + first * 2 * num_tiles * kTileBytes, num_tiles * kTileBytes);
+            for (int64_t row = 0; row < num_rows; ++row) pack(rows, row);
+        } else {
+            for (int64_t row = num_rows * thread / num_threads; row < num_rows * (thread + 1) / num_threads; ++row) {
+                pack(rows, row);
+            }
+#pragma omp barrier
+        }
         with_activation(linear.activation, [&](auto activation) {
+            if constexpr (sizeof(T) == 1) {
+                if (is_few) return multiply_few<kFewRows, activation.value>(linear, rows, first, last, out);
+            }
+            const TileScope scope(per_tile);
             multiply_units<T, activation.value>(linear, rows, at_once, first, last, out);
         });
     }
