@@ -1,10 +1,17 @@
-// Products of int4 on AMX tiles, for many rows: panels.h tells of the weight, and linear.cpp of the order of its sums.
+// Linear layers of int4 in AMX tiles, for many rows: panels.h tells of the weight, and linear.cpp of the order of its sums.
 //
 // A tile product takes as long for the 32 inputs of a group as for 64, and the sums of a group leave their tile, since they
 // are floats from there on. Even so a tile takes half of the time that registers need for its products.
 
 #pragma once
 
+#include <omp.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "activation.h"
+#include "buffer.h"
 #include "dot.h"
 #include "panels.h"
 #include "tiles.h"
@@ -14,6 +21,9 @@ namespace {
 constexpr int64_t kGroupBytes = kTileRows * kGroup;  // of 16 rows or of 16 outputs
 constexpr int64_t kSumTiles = 4;                     // each has another group's sums
 constexpr int64_t kLag = 6;                          // groups between products and the sums' way out
+constexpr int64_t kWorthTiles = 16;                  // rows; fewer are faster in registers
+constexpr int64_t kTiledBytes = 1 << 20;             // of rows that stay in the second cache while columns go by
+constexpr int64_t kTiledRows = 1024;                 // at most
 
 // Some groups of 16 outputs of a panel, as tiles, and their scales: with those of 16 rows they fit in the nearest cache.
 struct UnpackedGroups {
@@ -112,6 +122,108 @@ __attribute__((noinline)) void multiply_groups_in_tiles(const uint8_t* rows, int
             sums += kTileRows * kTileRows;
             finish(row_tile++);
         });
+    }
+}
+
+// 16 outputs of some rows: sums into outputs, as linear.cpp's finish_rows has it. Many outputs pass the caches by in whole lines, in
+// bfloat16 those of two columns: a store that waits for its line would hold up the sums that tiles store after it.
+template <typename Out>
+class Column {
+public:
+    Column(const Linear& linear, int64_t column, bool is_streamed)
+        : linear_(linear), output_(column * kTileRows), is_streamed_(is_streamed) {
+        count_ = std::min(kTileRows, linear.num_outputs - output_);
+        bias_ = linear.bias ? load_first(linear.bias + output_, count_) : zeros();
+    }
+
+    // `kept` is what the column before has kept, or null; what this one keeps goes to `keeps`, if that is not null.
+    void finish(const float* sums, const float* scales, int64_t num_rows, const Out* kept, Out* keeps, Out* out) const {
+        with_activation(linear_.activation, [&](auto activation) {
+            for (int64_t row = 0; row < num_rows; ++row) {
+                const Floats x = load(sums + row * kTileRows) * splat(scales[row]);
+                const Floats y = activate<activation.value>(add(x, bias_));
+                Out* to = out + row * linear_.num_outputs + output_;
+                if (keeps) store(keeps + row * kTileRows, y);
+                else if (kept) stream_both(to - kTileRows, kept + row * kTileRows, y);
+                else if (is_streamed_ && sizeof(Out) == sizeof(float)) _mm512_stream_ps(reinterpret_cast<float*>(to), y);
+                else store_first(to, y, count_);
+            }
+        });
+    }
+
+    // Has the lines brought near that some rows of this column will be written to.
+    void ask_for(const Out* out, int64_t num_rows) const {
+        if (is_streamed_) return;
+        for (int64_t row = 0; row < num_rows; ++row) prefetch_to_level2(out + row * linear_.num_outputs + output_);
+    }
+
+private:
+    static void stream_both(Out* to, const Out* low, Floats high) {
+        alignas(64) Out both[2 * kTileRows];
+        std::memcpy(both, low, kTileRows * sizeof(Out));
+        store(both + kTileRows, high);
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(to), load_words(both));
+    }
+
+    const Linear& linear_;
+    int64_t output_, count_;
+    bool is_streamed_;
+    Floats bias_;
+};
+
+thread_local Buffer column_sums;  // of each thread
+
+// Rows of int8, for each 16 of them [group][row][32 inputs].
+template <typename Out>
+void multiply_in_tiles(const Linear& linear, const uint8_t* rows, const float* scales, int64_t num_rows, Out* out) {
+    const int64_t num_groups = linear.num_words / kGroupWords, tile_bytes = num_groups * kGroupBytes;
+    const int64_t num_columns = (linear.num_outputs + kTileRows - 1) / kTileRows;
+    const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+    const int64_t wanted = (2 * omp_get_max_threads() + num_columns - 1) / num_columns;
+    const int64_t at_once = std::min(kTiledRows / kTileRows, std::max<int64_t>(1, kTiledBytes / tile_bytes));
+    const int64_t parts = std::min(num_tiles, std::max(wanted, (num_tiles + at_once - 1) / at_once));
+    const int64_t num_units = parts * num_columns, row_bytes = linear.num_outputs * int64_t(sizeof(Out));
+    const bool has_lines = (reinterpret_cast<uintptr_t>(out) | row_bytes) % kLineBytes == 0;
+    const bool is_streamed = has_lines && num_rows * row_bytes >= kManyBytes;
+#pragma omp parallel if (num_rows * linear.num_words * linear.num_outputs > kWorthThreads)
+    {
+        const int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
+        const int64_t last = num_units * (thread + 1) / num_threads;
+        const TileScope scope(kTileRows, kGroup);
+        const int64_t most_rows = (num_tiles + parts - 1) / parts * kTileRows;
+        float* sums = reinterpret_cast<float*>(column_sums.take(most_rows * kTileRows * (sizeof(float) + sizeof(Out))));
+        Out* kept = reinterpret_cast<Out*>(sums + most_rows * kTileRows);
+        const auto place = [&](int64_t index, int64_t group) { return index / kVectors * num_groups + group; };
+        const auto words = [&](int64_t index, int64_t group) {
+            return linear.weight + place(index, group) * kGroupWords * kPanel + index % kVectors * kTileRows;
+        };
+        UnpackedGroups groups;
+        bool has_kept = false;
+        for (int64_t unit = num_units * thread / num_threads; unit < last; ++unit) {
+            const int64_t part = unit / num_columns, index = unit % num_columns;
+            const int64_t first = num_tiles * part / parts, end = num_tiles * (part + 1) / parts;
+            const Column<Out> column(linear, index, is_streamed);
+            const bool keeps = is_streamed && sizeof(Out) == 2 && index % 2 == 0 && unit + 1 < last;
+            for (int64_t group = 0; group < num_groups; group += groups.kMost) {
+                const int64_t next = group + groups.kMost, at = place(index, group) * kPanel + index % kVectors * kTileRows;
+                groups.unpack(words(index, group), static_cast<const uint16_t*>(linear.scales) + at,
+                              linear.zeros ? linear.zeros + at : nullptr, std::min(groups.kMost, num_groups - group));
+                const auto finish = [&](int64_t tile) __attribute__((noinline)) {
+                    if (next < num_groups) return;
+                    const int64_t row = (first + tile) * kTileRows, end_row = std::min(num_rows, row + kTileRows);
+                    column.ask_for(out + end_row * linear.num_outputs, std::min(kTileRows, num_rows - end_row));
+                    Out* of_tile = kept + tile * kTileRows * kTileRows;
+                    column.finish(sums + tile * kTileRows * kTileRows, scales + row, end_row - row,
+                                  has_kept ? of_tile : nullptr, keeps ? of_tile : nullptr,
+                                  out + row * linear.num_outputs);
+                };
+                const float* ahead = next < num_groups ? words(index, next) : words(index + 1, 0);
+                multiply_groups_in_tiles(rows + first * tile_bytes + group * kGroupBytes, tile_bytes, end - first, groups,
+                                         ahead, group == 0, sums, finish);
+            }
+            has_kept = keeps;
+        }
+        _mm_sfence();  // what is streamed has no order of its own
     }
 }
 

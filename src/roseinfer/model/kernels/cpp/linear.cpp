@@ -1,5 +1,6 @@
 // y = activation(x W^T + b) in registers, the weight packed once: in float32, in bfloat16, in int8 with a scale for
-// each row of x and of W, or in int4 with a scale for each row of x and each 32 inputs of a row of W, which has tiles too.
+// each row of x and of W, or in int4 with a scale for each row of x and each 32 inputs of a row of W; int4_tiles.h
+// multiplies many rows by such a weight.
 //
 // Beside gemm.cpp because there are no tiles of float32, and processors that multiply the other types without tiles:
 // here a product is a register's and not a tile's, rows are read where they lie, and for float32 AVX2 will do. What
@@ -54,8 +55,7 @@ constexpr int64_t kNear = 2048;               // words ahead of its own that a s
 constexpr int64_t kMaxRows = 128;             // whose share of a chunk, 384 KiB, stays in the second cache too; it
 constexpr int64_t kMaxPanels = 8;             // serves so many panels, at most, before the next chunk has its turn,
 constexpr int64_t kMaxSums = 128 * 192;       // with so many sums, 96 KiB, that wait for it
-constexpr int64_t kWorthThreads = 1 << 16;    // words to multiply; below, waking a thread costs more than it saves
-constexpr int64_t kWorthQuantizing = 16384;   // numbers, of which the same is true
+constexpr int64_t kWorthQuantizing = 16384;   // numbers; below, waking a thread costs more than it saves
 
 constexpr int64_t kReadOnce = 512 << 10;      // bytes; a model has some dozens of such weights and a head, so that a last
                                               // cache of 32 MiB holds none of them until the next step
@@ -72,21 +72,6 @@ struct Int4 {
     uint8_t numbers;  // two of them
 };
 constexpr int64_t kGroupRowWords = 1 + kGroup / 4;  // of x, the first of which sums begin with
-
-// A linear layer: RegisterDescriptor of layers/packed_linear.py. A word is the float32 that has its bits.
-struct Linear {
-    const float* weight;     // packed words
-    const void* scales;      // float32 [num_outputs] of an int8 weight; float16 [panel][group][kPanel] of int4
-    const int32_t* surplus;  // [num_outputs], of its sums
-    const uint8_t* zeros;    // of int4, or null
-    const int32_t* order;    // [num_inputs] of int4: which inputs lie one after the other, or null
-    const float* bias;       // [num_outputs], or null
-    int64_t num_outputs;
-    int64_t num_inputs;
-    int64_t num_words;  // of a row
-    int32_t activation;
-    int32_t is_output_float32;  // else of the type of x
-};
 
 // A block of rows times a chunk of a panel.
 struct Block {
@@ -556,116 +541,6 @@ void unpack_int4_rows(const Linear& linear, const int64_t* ids, int64_t num_ids,
         }
     }
 }
-
-#ifdef __AMX_INT8__
-
-constexpr int64_t kWorthTiles = 16;       // rows; fewer are faster in registers
-constexpr int64_t kTiledBytes = 1 << 20;  // of rows that stay in the second cache while columns go by
-constexpr int64_t kTiledRows = 1024;      // at most
-
-// 16 outputs of some rows: sums into outputs, as finish_rows has it. Many outputs pass the caches by in whole lines, in
-// bfloat16 those of two columns: a store that waits for its line would hold up the sums that tiles store after it.
-template <typename Out>
-class Column {
-public:
-    Column(const Linear& linear, int64_t column, bool is_streamed)
-        : linear_(linear), output_(column * kTileRows), is_streamed_(is_streamed) {
-        count_ = std::min(kTileRows, linear.num_outputs - output_);
-        bias_ = linear.bias ? load_first(linear.bias + output_, count_) : zeros();
-    }
-
-    // `kept` is what the column before has kept, or null; what this one keeps goes to `keeps`, if that is not null.
-    void finish(const float* sums, const float* scales, int64_t num_rows, const Out* kept, Out* keeps, Out* out) const {
-        with_activation(linear_.activation, [&](auto activation) {
-            for (int64_t row = 0; row < num_rows; ++row) {
-                const Floats x = load(sums + row * kTileRows) * splat(scales[row]);
-                const Floats y = activate<activation.value>(add(x, bias_));
-                Out* to = out + row * linear_.num_outputs + output_;
-                if (keeps) store(keeps + row * kTileRows, y);
-                else if (kept) stream_both(to - kTileRows, kept + row * kTileRows, y);
-                else if (is_streamed_ && sizeof(Out) == sizeof(float)) _mm512_stream_ps(reinterpret_cast<float*>(to), y);
-                else store_first(to, y, count_);
-            }
-        });
-    }
-
-    // Has the lines brought near that some rows of this column will be written to.
-    void ask_for(const Out* out, int64_t num_rows) const {
-        if (is_streamed_) return;
-        for (int64_t row = 0; row < num_rows; ++row) prefetch_to_level2(out + row * linear_.num_outputs + output_);
-    }
-
-private:
-    static void stream_both(Out* to, const Out* low, Floats high) {
-        alignas(64) Out both[2 * kTileRows];
-        std::memcpy(both, low, kTileRows * sizeof(Out));
-        store(both + kTileRows, high);
-        _mm512_stream_si512(reinterpret_cast<__m512i*>(to), load_words(both));
-    }
-
-    const Linear& linear_;
-    int64_t output_, count_;
-    bool is_streamed_;
-    Floats bias_;
-};
-
-thread_local Buffer column_sums;  // of each thread
-
-// Rows of int8, for each 16 of them [group][row][32 inputs].
-template <typename Out>
-void multiply_in_tiles(const Linear& linear, const uint8_t* rows, const float* scales, int64_t num_rows, Out* out) {
-    const int64_t num_groups = linear.num_words / kGroupWords, tile_bytes = num_groups * kGroupBytes;
-    const int64_t num_columns = (linear.num_outputs + kTileRows - 1) / kTileRows;
-    const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
-    const int64_t wanted = (2 * omp_get_max_threads() + num_columns - 1) / num_columns;
-    const int64_t at_once = std::min(kTiledRows / kTileRows, std::max<int64_t>(1, kTiledBytes / tile_bytes));
-    const int64_t parts = std::min(num_tiles, std::max(wanted, (num_tiles + at_once - 1) / at_once));
-    const int64_t num_units = parts * num_columns, row_bytes = linear.num_outputs * int64_t(sizeof(Out));
-    const bool has_lines = (reinterpret_cast<uintptr_t>(out) | row_bytes) % kLineBytes == 0;
-    const bool is_streamed = has_lines && num_rows * row_bytes >= kManyBytes;
-#pragma omp parallel if (num_rows * linear.num_words * linear.num_outputs > kWorthThreads)
-    {
-        const int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
-        const int64_t last = num_units * (thread + 1) / num_threads;
-        const TileScope scope(kTileRows, kGroup);
-        const int64_t most_rows = (num_tiles + parts - 1) / parts * kTileRows;
-        float* sums = reinterpret_cast<float*>(column_sums.take(most_rows * kTileRows * (sizeof(float) + sizeof(Out))));
-        Out* kept = reinterpret_cast<Out*>(sums + most_rows * kTileRows);
-        const auto place = [&](int64_t index, int64_t group) { return index / kVectors * num_groups + group; };
-        const auto words = [&](int64_t index, int64_t group) {
-            return linear.weight + place(index, group) * kGroupWords * kPanel + index % kVectors * kTileRows;
-        };
-        UnpackedGroups groups;
-        bool has_kept = false;
-        for (int64_t unit = num_units * thread / num_threads; unit < last; ++unit) {
-            const int64_t part = unit / num_columns, index = unit % num_columns;
-            const int64_t first = num_tiles * part / parts, end = num_tiles * (part + 1) / parts;
-            const Column<Out> column(linear, index, is_streamed);
-            const bool keeps = is_streamed && sizeof(Out) == 2 && index % 2 == 0 && unit + 1 < last;
-            for (int64_t group = 0; group < num_groups; group += groups.kMost) {
-                const int64_t next = group + groups.kMost, at = place(index, group) * kPanel + index % kVectors * kTileRows;
-                groups.unpack(words(index, group), static_cast<const uint16_t*>(linear.scales) + at,
-                              linear.zeros ? linear.zeros + at : nullptr, std::min(groups.kMost, num_groups - group));
-                const auto finish = [&](int64_t tile) __attribute__((noinline)) {
-                    if (next < num_groups) return;
-                    const int64_t row = (first + tile) * kTileRows, end_row = std::min(num_rows, row + kTileRows);
-                    column.ask_for(out + end_row * linear.num_outputs, std::min(kTileRows, num_rows - end_row));
-                    Out* of_tile = kept + tile * kTileRows * kTileRows;
-                    column.finish(sums + tile * kTileRows * kTileRows, scales + row, end_row - row,
-                                  has_kept ? of_tile : nullptr, keeps ? of_tile : nullptr,
-                                  out + row * linear.num_outputs);
-                };
-                const float* ahead = next < num_groups ? words(index, next) : words(index + 1, 0);
-                multiply_groups_in_tiles(rows + first * tile_bytes + group * kGroupBytes, tile_bytes, end - first, groups,
-                                         ahead, group == 0, sums, finish);
-            }
-            has_kept = keeps;
-        }
-        _mm_sfence();  // what is streamed has no order of its own
-    }
-}
-
-#endif
 
 thread_local Buffer quantized_rows;  // of the calling thread; those of its team read it
 thread_local Buffer row_scales;
