@@ -526,10 +526,13 @@ async def compare_scraped(ops_port: int, run_load: Load, pid: int | None, num_lo
 def report(figure: str, base: str, other: str, pairs: Sequence[tuple[float, float]]) -> None:
     """Print the medians, and the median of the ratios with its range and a 95 % interval for it."""
     before, after = zip(*pairs, strict=True)
+    medians = f"{base} {statistics.median(before):.2f}, {other} {statistics.median(after):.2f}"
+    if not all(before):  # the telemetry process may rest for a turn
+        print(f"{figure}: {medians}")
+        return
     ratios = np.array(after) / np.array(before)
     draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
     low, high = np.percentile(np.median(draws, axis=1), (2.5, 97.5))
-    medians = f"{base} {statistics.median(before):.2f}, {other} {statistics.median(after):.2f}"
     spread = f"{low:.3f} to {high:.3f} at 95 %; {len(pairs)} ratios, {min(ratios):.3f} to {max(ratios):.3f}"
     print(f"{figure}: {medians}; {other}/{base} {np.median(ratios):.4f} ({spread})")
 
