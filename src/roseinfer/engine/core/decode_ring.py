@@ -75,7 +75,7 @@ class Plan:
     """What the next steps hold while the same rows decode: all that numpy finds for one step it finds for many."""
 
     def __init__(self, table: SlotTable) -> None:
-        self._table = table
+        self._table, self._step = table, 0
         self._rows: DecodeRows | None = None
 
     def full_slots(self, rows: DecodeRows) -> list[int]:
