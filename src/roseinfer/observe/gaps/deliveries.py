@@ -12,6 +12,7 @@ Interruption = tuple[int, int, Cause]
 """When it began, when it was over, and whether it was a collection, a scrape, or a wait for a core."""
 
 _MAX_INTERRUPTIONS = 512
+_NEVER_NS = 1 << 63
 
 
 class LiveInterruptions:
@@ -21,10 +22,15 @@ class LiveInterruptions:
         self._known: deque[Interruption] = deque(maxlen=_MAX_INTERRUPTIONS)  # in the order of their ends
         self._under_way: set[tuple[int, Cause]] = set()  # since when
         self._last_end_ns = 0
+        self._newest_report = object()
+        # What the last question found, from which moment on, and the newest report then: hundreds of writes ask for
+        # moments of one turn of the loop.
+        self._found, self._found_from_ns, self._found_at = RecordedInterruptions(()), 0, self._newest_report
 
     def begin(self, start_ns: int, cause: Cause) -> None:
         """Notes one that has begun: until `add` ends it, every moment from here on belongs to it."""
         self._under_way.add((start_ns, cause))
+        self._newest_report = object()
 
     def add(self, start_ns: int, end_ns: int, cause: Cause) -> None:
         """Notes one that is over."""
@@ -32,6 +38,7 @@ class LiveInterruptions:
         # In this order: at no moment may another thread find it neither under way nor over.
         self._last_end_ns = max(self._last_end_ns, end_ns)
         self._under_way.discard((start_ns, cause))
+        self._newest_report = object()
 
     @property
     def quiet_since_ns(self) -> float:
@@ -42,14 +49,17 @@ class LiveInterruptions:
         """Returns those that overlap the interval, cut to it, in the order of time, with no moment in two of them."""
         if start_ns >= self.quiet_since_ns:
             return ()
-        # Copies, since another one may come meanwhile. Lists: to make a tuple may collect garbage while it reads, and
-        # the collector reports here.
-        found = [(begin, end_ns, cause) for begin, cause in list(self._under_way) if begin < end_ns]
-        for interruption in reversed(list(self._known)):
-            if interruption[1] <= start_ns:
-                break
-            found.append(interruption)
-        return _cut(apart(found), start_ns, end_ns)
+        if self._found_at is not self._newest_report or start_ns < self._found_from_ns:
+            self._found_from_ns, self._found_at = start_ns, self._newest_report
+            # Copies, since another one may come meanwhile. Lists: to make a tuple may collect garbage while it reads,
+            # and the collector reports here.
+            found = [(begin, _NEVER_NS, cause) for begin, cause in list(self._under_way)]
+            for interruption in reversed(list(self._known)):
+                if interruption[1] <= start_ns:
+                    break
+                found.append(interruption)
+            self._found = RecordedInterruptions(found)
+        return self._found.within(start_ns, end_ns)
 
 
 class RecordedInterruptions:
@@ -74,13 +84,14 @@ def apart(known: Iterable[Interruption]) -> list[Interruption]:
     """
     pieces: list[Interruption] = []
     for begin, end, cause in sorted(known):
-        outer = pieces.pop() if pieces and pieces[-1][1] > begin else None
-        if outer is not None and begin > outer[0]:
-            pieces.append((outer[0], begin, outer[2]))
+        around: list[Interruption] = []
+        while pieces and pieces[-1][1] > begin:
+            around.append(pieces.pop())
+        around.reverse()
+        pieces += [(first, begin, outer) for first, _, outer in around if first < begin]
         if end > begin:
             pieces.append((begin, end, cause))
-        if outer is not None and outer[1] > end:
-            pieces.append((end, outer[1], outer[2]))
+        pieces += [(max(first, end), last, outer) for first, last, outer in around if last > end]
     return pieces
 
 

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from random import Random
 
 import pytest
 
@@ -43,6 +44,28 @@ def test_what_is_noted_late_hides_nothing_that_ended_after_it() -> None:
     live.add(30, 40, Cause.GC)
     live.add(10, 35, Cause.SCRAPE)  # by a thread that was stopped before it could tell
     assert live.quiet_since_ns == 40
+
+
+def test_questions_in_any_order_between_reports_find_what_overlaps() -> None:
+    """Each moment belongs to the interruption that began last, of those reported before the question."""
+    random, live = Random(1), LiveInterruptions()
+    reported: list[tuple[int, int, Cause]] = []
+    for end_ns in range(100, 400, 3):
+        begin_ns = end_ns - random.randrange(1, 40)
+        if random.random() < 0.1:
+            live.begin(begin_ns, Cause.SCRAPE)
+            reported.append((begin_ns, 1000, Cause.SCRAPE))
+        else:
+            cause = random.choice((Cause.GC, Cause.CPU_WAIT))
+            live.add(begin_ns, end_ns, cause)
+            reported.append((begin_ns, end_ns, cause))
+        for _ in range(random.randrange(4)):
+            start_ns = random.randrange(end_ns)
+            stop_ns = start_ns + random.randrange(1, 60)
+            found = [(at, cause) for begin, end, cause in live.within(start_ns, stop_ns) for at in range(begin, end)]
+            around = [[each for each in reported if each[0] <= at < each[1]] for at in range(start_ns, stop_ns)]
+            owners = [(start_ns + i, max(each)[2]) for i, each in enumerate(around) if each]
+            assert found == owners
 
 
 def test_what_kept_the_engine_from_sending_is_its_own_and_not_bookkeeping() -> None:
