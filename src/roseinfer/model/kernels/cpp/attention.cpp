@@ -23,6 +23,7 @@
 #include "attention_registers.h"
 #include "attention_tiles.h"
 #include "attention_write.h"
+#include "team.h"
 
 #include <alloca.h>
 #include <omp.h>
@@ -303,19 +304,16 @@ template <class Products, class Few = Products>
 void attend(const Call& call) {
     using Stored = typename Few::Number;
     const Item* items = reinterpret_cast<const Item*>(call.items);
-#pragma omp parallel
-    {
-        if (call.appends_first) {
-#pragma omp for schedule(static)
-            for (int64_t token = 0; token < call.num_tokens; token++)
-                if (const int64_t length = run_length(call, token, 0, call.num_tokens))
-                    for (int64_t head = 0; head < call.num_kv_heads; head++)
-                        append<Products, Stored>(call, token, length, head);
-        }
-#pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t item = 0; item < call.num_items; item++) attend_item<Products, Few>(call, items[item]);
+    if (call.appends_first)
+        for_each(call.num_tokens, true, [&](int64_t token) {
+            if (const int64_t length = run_length(call, token, 0, call.num_tokens))
+                for (int64_t head = 0; head < call.num_kv_heads; head++)
+                    append<Products, Stored>(call, token, length, head);
+        });
+    Team::share_out(call.num_items, true, [&](Pieces& pieces) {
+        for (int64_t item; pieces.take(&item);) attend_item<Products, Few>(call, items[item]);
         Products::finish();
-    }
+    });
 }
 
 }  // namespace

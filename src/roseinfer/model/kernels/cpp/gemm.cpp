@@ -13,13 +13,12 @@
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 
-#include <omp.h>
-
 #include <algorithm>
 
 #include "activation.h"
 #include "buffer.h"
 #include "quantize.h"
+#include "team.h"
 #include "tiles.h"
 
 namespace {
@@ -205,9 +204,9 @@ __attribute__((noinline)) void multiply_in_registers(const Rows& rows, const uin
 
 // Panels of a few rows of int8.
 template <int num_rows, Activation activation, typename Out>
-void multiply_few(const Linear& linear, const Rows& rows, int64_t panel, int64_t last, Out* out) {
+void multiply_few(const Linear& linear, const Rows& rows, Pieces& pieces, Out* out) {
     if constexpr (num_rows > 1) {
-        if (rows.count < num_rows) return multiply_few<num_rows - 1, activation>(linear, rows, panel, last, out);
+        if (rows.count < num_rows) return multiply_few<num_rows - 1, activation>(linear, rows, pieces, out);
     }
     const int64_t num_tiles = num_tiles_of_k<int8_t>(linear.num_inputs);
     int32_t surplus[num_rows];
@@ -220,7 +219,7 @@ void multiply_few(const Linear& linear, const Rows& rows, int64_t panel, int64_t
         surplus[row] = _mm512_reduce_add_epi32(sum);
     }
     alignas(64) uint8_t sums[2 * kTileBytes];
-    for (; panel < last; ++panel) {
+    for (int64_t panel; pieces.take(&panel);) {
         const uint8_t* column = linear.weight + panel * 2 * num_tiles * kTileBytes;
         const bool is_whole = linear.num_outputs - panel * kSide > kTileRows;
         if (is_whole) multiply_in_registers<num_rows, 2>(rows, column, num_tiles, surplus, sums);
@@ -266,14 +265,14 @@ int64_t rows_at_once(int64_t num_rows, int64_t row_bytes, int64_t num_panels) {
 
 // Units, each of which is some rows times one panel.
 template <typename T, Activation activation, typename Out>
-void multiply_units(const Linear& linear, const Rows& rows, int64_t at_once, int64_t unit, int64_t last, Out* out) {
+void multiply_units(const Linear& linear, const Rows& rows, int64_t at_once, Pieces& pieces, Out* out) {
     const int64_t num_panels = (linear.num_outputs + kSide - 1) / kSide;
     const int64_t row_bytes = linear.num_outputs * int64_t(sizeof(Out));
     const bool has_lines = (reinterpret_cast<uintptr_t>(out) | row_bytes) % kLineBytes == 0;
     const bool is_streamed = has_lines && rows.count * row_bytes >= kManyBytes;
     alignas(64) uint8_t sums[kMaxRows / kTileRows * 2 * kTileBytes];
     Pending<T, Out, activation> pending;
-    for (; unit < last; ++unit) {
+    for (int64_t unit; pieces.take(&unit);) {
         const int64_t first = unit / num_panels * at_once, end = std::min(rows.count, first + at_once);
         multiply_panel<T>(linear, rows, first, end, unit % num_panels, sums, out, is_streamed, pending);
     }
@@ -299,28 +298,23 @@ void multiply_rows(const Linear& linear, const In* x, int64_t num_rows, Out* out
     const Rows shared = is_few ? Rows{} : take();
     const int64_t at_once = rows_at_once(num_rows, num_tiles * kLineBytes, num_panels);
     const int64_t num_units = (num_rows + at_once - 1) / at_once * num_panels;
-#pragma omp parallel if (num_units * num_tiles > kWorthThreads)
-    {
-        const int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
-        const int64_t first = num_units * thread / num_threads, last = num_units * (thread + 1) / num_threads;
+    const bool is_worth_threads = num_units * num_tiles > kWorthThreads;
+    if (!is_few) for_each(num_rows, is_worth_threads, [&](int64_t row) { pack(shared, row); });
+    Team::share_out(num_units, is_worth_threads, [&](Pieces& pieces) {
         const Rows rows = is_few ? take() : shared;
         if (is_few) {
+            const int64_t first = pieces.first();
             ask_for_beginning(linear.weight + first * 2 * num_tiles * kTileBytes, num_tiles * kTileBytes);
             for (int64_t row = 0; row < num_rows; ++row) pack(rows, row);
-        } else {
-            for (int64_t row = num_rows * thread / num_threads; row < num_rows * (thread + 1) / num_threads; ++row) {
-                pack(rows, row);
-            }
-#pragma omp barrier
         }
         with_activation(linear.activation, [&](auto activation) {
             if constexpr (sizeof(T) == 1) {
-                if (is_few) return multiply_few<kFewRows, activation.value>(linear, rows, first, last, out);
+                if (is_few) return multiply_few<kFewRows, activation.value>(linear, rows, pieces, out);
             }
             const TileScope scope(per_tile);
-            multiply_units<T, activation.value>(linear, rows, at_once, first, last, out);
+            multiply_units<T, activation.value>(linear, rows, at_once, pieces, out);
         });
-    }
+    });
 }
 
 template <typename T, typename In>
@@ -359,8 +353,7 @@ void unpack_rows(const Linear& linear, const int64_t* ids, int64_t num_ids, floa
     constexpr int64_t kGroup = 4 / sizeof(T), kPerLine = kLineBytes / sizeof(T);
     const int64_t num_inputs = linear.num_inputs, num_tiles = num_tiles_of_k<T>(num_inputs);
     const T* packed = reinterpret_cast<const T*>(linear.weight);
-#pragma omp parallel for
-    for (int64_t i = 0; i < num_ids; ++i) {
+    for_each(num_ids, num_ids > 1, [&](int64_t i) {
         const int64_t column = ids[i] / kTileRows, output = ids[i] % kTileRows;
         const T* from = packed + column * num_tiles * kTileRows * kPerLine + output * kGroup;
         const float scale = linear.scales ? linear.scales[ids[i]] : 1.0f;
@@ -368,7 +361,7 @@ void unpack_rows(const Linear& linear, const int64_t* ids, int64_t num_ids, floa
             const T value = from[input / kGroup * kTileRows * kGroup + input % kGroup];
             out[i * num_inputs + input] = to_float(value) * scale;
         }
-    }
+    });
 }
 
 }  // namespace

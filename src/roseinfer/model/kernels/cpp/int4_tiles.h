@@ -5,8 +5,6 @@
 
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cstring>
 
@@ -14,6 +12,7 @@
 #include "buffer.h"
 #include "dot.h"
 #include "panels.h"
+#include "team.h"
 #include "tiles.h"
 
 namespace {
@@ -182,13 +181,11 @@ void multiply_in_tiles(const Linear& linear, const uint8_t* rows, const float* s
     const int64_t wanted = (2 * omp_get_max_threads() + num_columns - 1) / num_columns;
     const int64_t at_once = std::min(kTiledRows / kTileRows, std::max<int64_t>(1, kTiledBytes / tile_bytes));
     const int64_t parts = std::min(num_tiles, std::max(wanted, (num_tiles + at_once - 1) / at_once));
-    const int64_t num_units = parts * num_columns, row_bytes = linear.num_outputs * int64_t(sizeof(Out));
+    const int64_t num_pairs = (num_columns + 1) / 2, row_bytes = linear.num_outputs * int64_t(sizeof(Out));
     const bool has_lines = (reinterpret_cast<uintptr_t>(out) | row_bytes) % kLineBytes == 0;
     const bool is_streamed = has_lines && num_rows * row_bytes >= kManyBytes;
-#pragma omp parallel if (num_rows * linear.num_words * linear.num_outputs > kWorthThreads)
-    {
-        const int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
-        const int64_t last = num_units * (thread + 1) / num_threads;
+    const bool is_worth_threads = num_rows * linear.num_words * linear.num_outputs > kWorthThreads;
+    Team::share_out(parts * num_pairs, is_worth_threads, [&](Pieces& pieces) {
         const TileScope scope(kTileRows, kGroup);
         const int64_t most_rows = (num_tiles + parts - 1) / parts * kTileRows;
         float* sums = reinterpret_cast<float*>(column_sums.take(most_rows * kTileRows * (sizeof(float) + sizeof(Out))));
@@ -199,32 +196,35 @@ void multiply_in_tiles(const Linear& linear, const uint8_t* rows, const float* s
         };
         UnpackedGroups groups;
         bool has_kept = false;
-        for (int64_t unit = num_units * thread / num_threads; unit < last; ++unit) {
-            const int64_t part = unit / num_columns, index = unit % num_columns;
+        for (int64_t pair; pieces.take(&pair);) {
+            const int64_t part = pair / num_pairs, left = pair % num_pairs * 2;
             const int64_t first = num_tiles * part / parts, end = num_tiles * (part + 1) / parts;
-            const Column<Out> column(linear, index, is_streamed);
-            const bool keeps = is_streamed && sizeof(Out) == 2 && index % 2 == 0 && unit + 1 < last;
-            for (int64_t group = 0; group < num_groups; group += groups.kMost) {
-                const int64_t next = group + groups.kMost, at = place(index, group) * kPanel + index % kVectors * kTileRows;
-                groups.unpack(words(index, group), static_cast<const uint16_t*>(linear.scales) + at,
-                              linear.zeros ? linear.zeros + at : nullptr, std::min(groups.kMost, num_groups - group));
-                const auto finish = [&](int64_t tile) __attribute__((noinline)) {
-                    if (next < num_groups) return;
-                    const int64_t row = (first + tile) * kTileRows, end_row = std::min(num_rows, row + kTileRows);
-                    column.ask_for(out + end_row * linear.num_outputs, std::min(kTileRows, num_rows - end_row));
-                    Out* of_tile = kept + tile * kTileRows * kTileRows;
-                    column.finish(sums + tile * kTileRows * kTileRows, scales + row, end_row - row,
-                                  has_kept ? of_tile : nullptr, keeps ? of_tile : nullptr,
-                                  out + row * linear.num_outputs);
-                };
-                const float* ahead = next < num_groups ? words(index, next) : words(index + 1, 0);
-                multiply_groups_in_tiles(rows + first * tile_bytes + group * kGroupBytes, tile_bytes, end - first, groups,
-                                         ahead, group == 0, sums, finish);
+            for (int64_t index = left; index < std::min(left + 2, num_columns); ++index) {
+                const Column<Out> column(linear, index, is_streamed);
+                const bool keeps = is_streamed && sizeof(Out) == 2 && index == left && index + 1 < num_columns;
+                for (int64_t group = 0; group < num_groups; group += groups.kMost) {
+                    const int64_t next = group + groups.kMost, count = std::min(groups.kMost, num_groups - group);
+                    const int64_t at = place(index, group) * kPanel + index % kVectors * kTileRows;
+                    groups.unpack(words(index, group), static_cast<const uint16_t*>(linear.scales) + at,
+                                  linear.zeros ? linear.zeros + at : nullptr, count);
+                    const auto finish = [&](int64_t tile) __attribute__((noinline)) {
+                        if (next < num_groups) return;
+                        const int64_t row = (first + tile) * kTileRows, end_row = std::min(num_rows, row + kTileRows);
+                        column.ask_for(out + end_row * linear.num_outputs, std::min(kTileRows, num_rows - end_row));
+                        Out* of_tile = kept + tile * kTileRows * kTileRows;
+                        column.finish(sums + tile * kTileRows * kTileRows, scales + row, end_row - row,
+                                      has_kept ? of_tile : nullptr, keeps ? of_tile : nullptr,
+                                      out + row * linear.num_outputs);
+                    };
+                    const float* ahead = next < num_groups ? words(index, next) : words(index + 1, 0);
+                    multiply_groups_in_tiles(rows + first * tile_bytes + group * kGroupBytes, tile_bytes, end - first,
+                                             groups, ahead, group == 0, sums, finish);
+                }
+                has_kept = keeps;
             }
-            has_kept = keeps;
         }
         _mm_sfence();  // what is streamed has no order of its own
-    }
+    });
 }
 
 }  // namespace

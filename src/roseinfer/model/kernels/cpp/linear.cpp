@@ -23,8 +23,6 @@
 // with the scale is added to the output's, fused, in ascending order, from 0. Its zeros are taken away at the beginning: x
 // has the sum of each group's numbers, times a zero that all have.
 
-#include <omp.h>
-
 #include <algorithm>
 
 #include "activation.h"
@@ -37,6 +35,7 @@
 #include "panels.h"
 #include "quantize.h"
 #include "row_pairs.h"
+#include "team.h"
 
 // On x86 without its instruction torch has the faster product of bfloat16; on Arm nobody has one that keeps rows exact.
 #if defined(HAS_BFLOAT16_PRODUCTS) || defined(__ARM_NEON)
@@ -477,8 +476,7 @@ void unpack_rows(const Linear& linear, const int64_t* ids, int64_t num_ids, floa
     constexpr int64_t kPerWord = sizeof(float) / sizeof(T);
     const int64_t num_inputs = linear.num_inputs, num_words = (num_inputs + kPerWord - 1) / kPerWord;
     const T* packed = reinterpret_cast<const T*>(linear.weight);
-#pragma omp parallel for if (num_ids * num_words > kWorthQuantizing)
-    for (int64_t i = 0; i < num_ids; ++i) {
+    for_each(num_ids, num_ids * num_words > kWorthQuantizing, [&](int64_t i) {
         const int64_t panel = ids[i] / kPanel, output = ids[i] % kPanel;
         const T* from = packed + (panel * num_words * kPanel + output) * kPerWord;
         const float scale = linear.scales ? static_cast<const float*>(linear.scales)[ids[i]] : 1.0f;
@@ -486,7 +484,7 @@ void unpack_rows(const Linear& linear, const int64_t* ids, int64_t num_ids, floa
             const T value = from[input / kPerWord * kPanel * kPerWord + input % kPerWord];
             out[i * num_inputs + input] = to_float(value) * scale;
         }
-    }
+    });
 }
 
 template <typename T, typename Out>
@@ -495,20 +493,20 @@ void multiply_all(const Linear& linear, const float* x, const float* scales, int
     const int64_t num_words = linear.num_words, num_outputs = linear.num_outputs;
     const int64_t num_panels = (num_outputs + kPanel - 1) / kPanel;
     const int64_t groups = num_groups(num_rows, num_panels), num_units = groups * num_panels;
-#pragma omp parallel if (num_rows * num_words * num_outputs > kWorthThreads)
-    {
-        const int64_t thread = omp_get_thread_num(), num_threads = omp_get_num_threads();
-        const int64_t last = num_units * (thread + 1) / num_threads;
+    const int64_t most_rows = (num_rows + groups - 1) / groups;
+    const int64_t at_once = std::min(num_words > kChunk ? kMaxSums / (most_rows * kPanel) : 1, kMaxPanels);
+    Team::share_out(num_units, num_rows * num_words * num_outputs > kWorthThreads, [&](Pieces& pieces) {
         alignas(64) float sums[kMaxSums];
-        for (int64_t unit = num_units * thread / num_threads, count; unit < last; unit += count) {
-            const int64_t group = unit / num_panels, panel = unit % num_panels;
-            const int64_t row = num_rows * group / groups, end = num_rows * (group + 1) / groups;
-            count = std::min(num_words > kChunk ? kMaxSums / ((end - row) * kPanel) : 1, kMaxPanels);
-            count = std::min({count, num_panels - panel, last - unit});
-            multiply_panels<T>(linear, x + row * row_words<T>(num_words), scales + row, end - row, panel, count, sums,
-                               out + row * num_outputs);
+        for (int64_t unit, last; pieces.take(at_once, &unit, &last);) {
+            for (int64_t count; unit < last; unit += count) {
+                const int64_t group = unit / num_panels, panel = unit % num_panels;
+                const int64_t row = num_rows * group / groups, end = num_rows * (group + 1) / groups;
+                count = std::min(num_panels - panel, last - unit);
+                multiply_panels<T>(linear, x + row * row_words<T>(num_words), scales + row, end - row, panel, count,
+                                   sums, out + row * num_outputs);
+            }
         }
-    }
+    });
 }
 
 template <typename T>
@@ -523,8 +521,7 @@ void run(const Linear& linear, const float* x, const float* scales, int64_t num_
 void unpack_int4_rows(const Linear& linear, const int64_t* ids, int64_t num_ids, float* out) {
     const int64_t num_groups = linear.num_words / kGroupWords;
     const uint8_t* packed = reinterpret_cast<const uint8_t*>(linear.weight);
-#pragma omp parallel for if (num_ids * linear.num_inputs > kWorthQuantizing)
-    for (int64_t i = 0; i < num_ids; ++i) {
+    for_each(num_ids, num_ids * linear.num_inputs > kWorthQuantizing, [&](int64_t i) {
         const int64_t panel = ids[i] / kPanel, output = ids[i] % kPanel;
         float scale = 0.0f;
         int zero = kMiddle;
@@ -539,7 +536,7 @@ void unpack_int4_rows(const Linear& linear, const int64_t* ids, int64_t num_ids,
             const int64_t to = linear.order ? linear.order[input] : input;
             out[i * linear.num_inputs + to] = float((input % 8 < 4 ? both & 15 : both >> 4) - zero) * scale;
         }
-    }
+    });
 }
 
 thread_local Buffer quantized_rows;  // of the calling thread; those of its team read it
@@ -583,14 +580,13 @@ template <typename In, typename Write>
 const float* quantize_rows(const Linear& linear, const In* x, int64_t num_rows, const Write& write) {
     const int64_t num_inputs = linear.num_inputs;
     float* scales = reinterpret_cast<float*>(row_scales.take(num_rows * sizeof(float)));
-#pragma omp parallel for if (num_rows * num_inputs > kWorthQuantizing)
-    for (int64_t row = 0; row < num_rows; ++row) {
+    for_each(num_rows, num_rows * num_inputs > kWorthQuantizing, [&](int64_t row) {
         const In* from = x + row * num_inputs;
         if (linear.order) from = put_in_order(from, num_inputs, linear.order);
         scales[row] = quantize_row(from, num_inputs, [&](int64_t piece, const int8_t* values, int64_t) {
             write(row, piece * kQuantizedPiece, values);
         });
-    }
+    });
     return scales;
 }
 

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "activation.h"
+#include "team.h"
 
 namespace {
 
@@ -51,11 +52,10 @@ void norm_row(const Norm& norm, float* x, const Delta* delta, Out* out) {
 template <bool is_centered, typename Delta, typename Out>
 void norm_rows(const Norm& norm, float* x, const Delta* delta, int64_t num_rows, Out* out) {
     const int64_t width = norm.width;
-#pragma omp parallel for if (num_rows * width > kWorthThreads)
-    for (int64_t row = 0; row < num_rows; ++row) {
+    for_each(num_rows, num_rows * width > kWorthThreads, [&](int64_t row) {
         const Delta* of_row = delta ? delta + row * width : nullptr;
         norm_row<is_centered>(norm, x + row * width, of_row, out + row * width);
-    }
+    });
 }
 
 template <typename Delta, typename Out>

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "activation.h"
+#include "team.h"
 
 namespace {
 
@@ -68,15 +69,13 @@ struct Turn {
 template <typename T>
 void turn(const Turn& layer, T* rows, int64_t num_rows, const float* cos, const float* sin, const int64_t* positions) {
     const int64_t num_heads = layer.num_query_heads + layer.num_key_heads, head_dim = layer.head_dim;
-#pragma omp parallel for collapse(2) if (num_rows * num_heads * head_dim > kWorthThreads)
-    for (int64_t row = 0; row < num_rows; ++row) {
-        for (int64_t head = 0; head < num_heads; ++head) {
-            const float* weight = head < layer.num_query_heads ? layer.query_weight : layer.key_weight;
-            T* at = rows + (row * layer.num_merged_heads + head) * head_dim;
-            const int64_t angle = positions[row] * (head_dim / 2);
-            turn_head(at, weight, cos + angle, sin + angle, head_dim, layer.epsilon);
-        }
-    }
+    for_each(num_rows * num_heads, num_rows * num_heads * head_dim > kWorthThreads, [&](int64_t unit) {
+        const int64_t row = unit / num_heads, head = unit % num_heads;
+        const float* weight = head < layer.num_query_heads ? layer.query_weight : layer.key_weight;
+        T* at = rows + (row * layer.num_merged_heads + head) * head_dim;
+        const int64_t angle = positions[row] * (head_dim / 2);
+        turn_head(at, weight, cos + angle, sin + angle, head_dim, layer.epsilon);
+    });
 }
 
 // silu(gate) * up of up to kPiece numbers: silu(x) = x / (1 + e^-x), with e^-|x|, which cannot overflow.
@@ -96,16 +95,14 @@ void gate_piece(const T* gate, const T* up, T* out, int64_t size) {
 template <typename T>
 void gate(const T* gate_up, T* out, int64_t num_rows, int64_t inner) {
     const int64_t num_runs = (inner + kRun - 1) / kRun;
-#pragma omp parallel for collapse(2) if (num_rows * inner > kWorthThreads)
-    for (int64_t row = 0; row < num_rows; ++row) {
-        for (int64_t run = 0; run < num_runs; ++run) {
-            const T* from = gate_up + row * 2 * inner;
-            const int64_t end = std::min(inner, (run + 1) * kRun);
-            for (int64_t i = run * kRun; i < end; i += kPiece) {
-                gate_piece(from + i, from + inner + i, out + row * inner + i, std::min(kPiece, end - i));
-            }
+    for_each(num_rows * num_runs, num_rows * inner > kWorthThreads, [&](int64_t unit) {
+        const int64_t row = unit / num_runs, run = unit % num_runs;
+        const T* from = gate_up + row * 2 * inner;
+        const int64_t end = std::min(inner, (run + 1) * kRun);
+        for (int64_t i = run * kRun; i < end; i += kPiece) {
+            gate_piece(from + i, from + inner + i, out + row * inner + i, std::min(kPiece, end - i));
         }
-    }
+    });
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "quantize.h"
+#include "team.h"
 
 namespace {
 
@@ -12,33 +13,30 @@ constexpr int64_t kRun = 1024;            // outputs of a row that one thread fi
 
 template <typename T>
 void quantize(const T* x, int64_t num_rows, int64_t width, int8_t* quantized, float* scales) {
-#pragma omp parallel for if (num_rows * width > kWorthThreads)
-    for (int64_t row = 0; row < num_rows; ++row) {
+    for_each(num_rows, num_rows * width > kWorthThreads, [&](int64_t row) {
         scales[row] = quantize_row(x + row * width, width, [&](int64_t piece, const int8_t* values, int64_t count) {
             std::memcpy(quantized + row * width + piece * kQuantizedPiece, values, count);
         });
-    }
+    });
 }
 
 template <typename Out>
 void finish(const int32_t* sums, const float* row_scales, const float* scales, const float* bias, int32_t activation,
             int64_t num_rows, int64_t num_outputs, Out* out) {
     const int64_t num_runs = (num_outputs + kRun - 1) / kRun;
-#pragma omp parallel for collapse(2) if (num_rows * num_outputs > kWorthThreads)
-    for (int64_t row = 0; row < num_rows; ++row) {
-        for (int64_t run = 0; run < num_runs; ++run) {
-            const int64_t end = std::min(num_outputs, (run + 1) * kRun);
-            with_activation(activation, [&](auto constant) {
-                for (int64_t i = run * kRun; i < end; i += LANES) {
-                    const int64_t count = end - i;
-                    Floats x = load_first(sums + row * num_outputs + i, count) * load_first(scales + i, count);
-                    x = x * splat(row_scales[row]);
-                    if (bias) x = x + load_first(bias + i, count);
-                    store_first(out + row * num_outputs + i, activate<constant.value>(x), count);
-                }
-            });
-        }
-    }
+    for_each(num_rows * num_runs, num_rows * num_outputs > kWorthThreads, [&](int64_t unit) {
+        const int64_t row = unit / num_runs, run = unit % num_runs;
+        const int64_t end = std::min(num_outputs, (run + 1) * kRun);
+        with_activation(activation, [&](auto constant) {
+            for (int64_t i = run * kRun; i < end; i += LANES) {
+                const int64_t count = end - i;
+                Floats x = load_first(sums + row * num_outputs + i, count) * load_first(scales + i, count);
+                x = x * splat(row_scales[row]);
+                if (bias) x = x + load_first(bias + i, count);
+                store_first(out + row * num_outputs + i, activate<constant.value>(x), count);
+            }
+        });
+    });
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // Python would take as long between two of them, since each reads megabytes of weights through the caches.
 
 #include "common.h"
+#include "team.h"
 
 namespace {
 
@@ -18,8 +19,10 @@ struct RecordedCall {
 }  // namespace
 
 EXPORT void roseinfer_replay(const RecordedCall* calls, int64_t num_calls) {
-    for (const RecordedCall* call = calls; call < calls + num_calls; ++call) {
-        const int64_t* words = call->arguments;
-        call->kernel(words[0], words[1], words[2], words[3], words[4], words[5]);
-    }
+    Team::open([&] {
+        for (const RecordedCall* call = calls; call < calls + num_calls; ++call) {
+            const int64_t* words = call->arguments;
+            call->kernel(words[0], words[1], words[2], words[3], words[4], words[5]);
+        }
+    });
 }

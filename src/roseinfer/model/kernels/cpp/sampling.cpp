@@ -5,7 +5,6 @@
 // for the largest logit of a row that is alone: of that the order makes no difference. The same in torch is in
 // sampling/torch.py.
 
-#include <omp.h>
 
 #include <algorithm>
 #include <cmath>
@@ -13,6 +12,7 @@
 #include <vector>
 
 #include "common.h"
+#include "team.h"
 
 namespace {
 
@@ -79,17 +79,17 @@ template <typename T>
 int64_t first_of_largest(const Row<T>& row, float* largest) {
     int64_t best = 0;
     *largest = kLowest;
-#pragma omp parallel if (!omp_in_parallel() && row.vocab_size > kWorthThreads)
-    {
+    Team::share_out(row.num_chunks(), row.vocab_size > kWorthThreads, [&](Pieces& pieces) {
         float values[kChunk], own_largest = kLowest;
         int64_t own_best = 0;
-#pragma omp for nowait
-        for (int64_t index = 0; index < row.num_chunks(); ++index) {
-            row.load(index, values);
-            const float candidate = largest_of(values, kChunk);
-            if (candidate > own_largest) {
-                own_largest = candidate;
-                own_best = index;
+        for (int64_t index, end; pieces.take(8, &index, &end);) {
+            for (; index < end; ++index) {
+                row.load(index, values);
+                const float candidate = largest_of(values, kChunk);
+                if (candidate > own_largest || (candidate == own_largest && index < own_best)) {
+                    own_largest = candidate;
+                    own_best = index;
+                }
             }
         }
 #pragma omp critical
@@ -97,7 +97,7 @@ int64_t first_of_largest(const Row<T>& row, float* largest) {
             *largest = own_largest;
             best = own_best;
         }
-    }
+    });
     float values[kChunk];
     row.load(best, values);
     return best * kChunk + (std::find(values, values + kChunk, *largest) - values);
@@ -341,20 +341,13 @@ int64_t sample(const Row<T>& row, const Slot& slot, int64_t position, Workspace&
     return is_selected ? draw_selected(row, slot, mass, draw, work) : draw_kept(row, slot, mass, draw, work);
 }
 
-// Calls take(row, workspace) for each row. A row that is alone is not taken in a region of threads: regions within it would
-// start new threads, in each step, instead of waking those that wait.
+// Calls take(row, workspace) for each row. The threads share out rows, or the vocabulary of one that is alone.
 template <typename Take>
 void take_rows(int64_t num_rows, const Take& take) {
-    if (num_rows == 1) {
+    Team::share_out(num_rows, num_rows > 1, [&](Pieces& pieces) {
         Workspace work;
-        return take(0, work);
-    }
-#pragma omp parallel
-    {
-        Workspace work;
-#pragma omp for schedule(dynamic)
-        for (int64_t row = 0; row < num_rows; ++row) take(row, work);
-    }
+        for (int64_t row; pieces.take(&row);) take(row, work);
+    });
 }
 
 template <typename T>
