@@ -52,7 +52,7 @@ def test_nothing_run_is_a_page_that_says_so() -> None:
 def test_the_report_names_its_circumstances() -> None:
     text = page(served=served())
     assert "A processor" in text
-    assert "| served | `python served` | 2026-01-02 | 61 s | 0.1 | 1.0% | yes |" in text
+    assert "| served | `python served` | abc | 2026-01-02 | 61 s | 0.1 | 1.0% | yes |" in text
     assert "vllm: vllm 1" in text
 
 
