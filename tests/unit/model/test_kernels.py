@@ -2,18 +2,22 @@
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from roseinfer.config.options import RunnerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.model.kernels import library
 from roseinfer.model.kernels.library import (
     LEVELS,
+    SOURCE_DIR,
     Kernels,
     build_kernels,
     digest,
@@ -298,3 +302,39 @@ def test_kernels_and_torch_share_one_openmp_runtime(built_kernels: BuiltKernels,
     assert any(path.startswith(str(kernels_dir)) for path in mapped)
     runtimes = {path for path in mapped if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))}
     assert len(runtimes) == 1
+
+
+SHARING = """
+#include "team.h"
+
+EXPORT void share(int64_t num_jobs, int64_t num_units, int64_t pause_us, int32_t* counts, int32_t* threads) {
+    Team::open([&] {
+        for (int64_t job = 0; job < num_jobs; ++job) {
+            int32_t* of_job = counts + job * num_units;
+            Team::share_out(num_units, true, [&](Pieces& pieces) {
+                for (int64_t unit; pieces.take(&unit);) {
+                    __atomic_fetch_add(of_job + unit, 1, __ATOMIC_RELAXED);
+                    threads[unit] = omp_get_thread_num();
+                    if (pause_us) usleep(pause_us);
+                }
+            });
+            for (int64_t unit = 0; unit < num_units; ++unit) of_job[unit] += of_job[unit] == 1;  // done when it returns
+        }
+    });
+}
+"""
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 7])
+def test_each_unit_is_done_once_by_whichever_thread_has_a_core(sources: Path, tmp_path: Path, num_threads: int) -> None:
+    shutil.copy(SOURCE_DIR / "team.h", sources)
+    (sources / "init.cpp").write_text(f"#include <unistd.h>\n{INIT}{SHARING}")
+    level = levels_here()[-1]
+    kernels = Kernels(level.name, build_kernels(level, tmp_path / "out", find_compiler())[0])
+    share = kernels.function("share", *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2)
+    torch.set_num_threads(num_threads)
+    for num_jobs, num_units, pause_us in ((3000, 5, 0), (300, 64, 0), (1, 24, 3000)):
+        counts, threads = np.zeros((num_jobs, num_units), np.int32), np.full(num_units, -1, np.int32)
+        share(num_jobs, num_units, pause_us, counts.ctypes.data, threads.ctypes.data)
+        assert (counts == 2).all()
+    assert len(set(threads.tolist())) == num_threads, "all helped with units that take long"
