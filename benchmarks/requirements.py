@@ -256,11 +256,11 @@ def one_stream_and_eight(results: Results) -> Iterator[Requirement]:
 
 
 def products(results: Results) -> Iterator[Requirement]:
-    """Of integer products of many rows; int4 stands for comparison, with the bound of int8."""
+    """Of integer products of many rows, in the type that these precisions serve with; int4 with the bound of int8."""
     for form in ("int8", "int4"):
-        found = results.get("linears", {}).get(f"{form}, 512 rows", {}).get("share of peak")
+        found = results.get("linears", {}).get(f"{form} of bfloat16, 512 rows", {}).get("share of peak")
         share = scaled(Spread(**found), 100) if found else None
-        measure = f"Qwen3-0.6B's shape, {form}, products of 512 rows: share of the instructions' peak"
+        measure = f"Qwen3-0.6B's shape, {form}, products of 512 rows of bfloat16: share of the instructions' peak"
         yield Requirement(measure, 65.0, True, "%", share)
 
 

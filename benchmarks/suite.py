@@ -77,7 +77,7 @@ SUITES = {
         "decode": Part("benchmarks.decode_step", 480, ("model",)),
         "served": Part("benchmarks.served", 1500, ("model", "peers")),
         "peers": Part("benchmarks.api_peers", 900, ("model", "peers")),
-        "linears": Part("benchmarks.costs.linears", 300, (), ("--forms", "int8,int4")),
+        "linears": Part("benchmarks.costs.linears", 300, (), ("--forms", "int8 of bfloat16,int4 of bfloat16")),
         "start": Part("benchmarks.costs.start", 900, (), ("--precisions", "float32,int8,int4")),
         "speculation": Part("benchmarks.costs.speculation", 480),
         "mixed": Part("benchmarks.costs.mixed_load", 480, ("model",)),

@@ -154,7 +154,7 @@ def test_products_and_starts_are_read_from_their_parts() -> None:
         [{"ready_s": seconds, "all_mb": mb, "beside_mb": mb - 650}] for seconds, mb in ((8.0, 1300.0), (4.0, 1100.0))
     )
     results: dict[str, dict[str, Any]] = {
-        "linears": {"int8, 512 rows": {"share of peak": share}},
+        "linears": {"int8 of bfloat16, 512 rows": {"share of peak": share}},
         "start": {"int8, native, first": first, "int8, native, second": second},
     }
     assert [entry.is_reached for entry in r.products(results)] == [True, None]
