@@ -308,18 +308,16 @@ SHARING = """
 #include "team.h"
 
 EXPORT void share(int64_t num_jobs, int64_t num_units, int64_t pause_us, int32_t* counts, int32_t* threads) {
-    Team::open([&] {
-        for (int64_t job = 0; job < num_jobs; ++job) {
-            int32_t* of_job = counts + job * num_units;
-            Team::share_out(num_units, true, [&](Pieces& pieces) {
-                for (int64_t unit; pieces.take(&unit);) {
-                    __atomic_fetch_add(of_job + unit, 1, __ATOMIC_RELAXED);
-                    threads[unit] = omp_get_thread_num();
-                    if (pause_us) usleep(pause_us);
-                }
-            });
-            for (int64_t unit = 0; unit < num_units; ++unit) of_job[unit] += of_job[unit] == 1;  // done when it returns
-        }
+    Team::open(num_jobs, [&](int64_t job) {
+        int32_t* of_job = counts + job * num_units;
+        Team::share_out(num_units, true, [&](Pieces& pieces) {
+            for (int64_t unit; pieces.take(&unit);) {
+                __atomic_fetch_add(of_job + unit, 1, __ATOMIC_RELAXED);
+                threads[unit] = omp_get_thread_num();
+                if (pause_us) usleep(pause_us);
+            }
+        });
+        for (int64_t unit = 0; unit < num_units; ++unit) of_job[unit] += of_job[unit] == 1;  // done when it returns
     });
 }
 """

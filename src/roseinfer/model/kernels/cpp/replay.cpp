@@ -19,10 +19,8 @@ struct RecordedCall {
 }  // namespace
 
 EXPORT void roseinfer_replay(const RecordedCall* calls, int64_t num_calls) {
-    Team::open([&] {
-        for (const RecordedCall* call = calls; call < calls + num_calls; ++call) {
-            const int64_t* words = call->arguments;
-            call->kernel(words[0], words[1], words[2], words[3], words[4], words[5]);
-        }
+    Team::open(num_calls, [&](int64_t i) {
+        const int64_t* words = calls[i].arguments;
+        calls[i].kernel(words[0], words[1], words[2], words[3], words[4], words[5]);
     });
 }

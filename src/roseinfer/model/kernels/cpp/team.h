@@ -2,7 +2,8 @@
 //
 // Where other processes want the cores too, the system takes one from a thread for milliseconds. A region of OpenMP waits
 // for each of its threads at its end, with work or without. So a step is one region, and a kernel in it waits only for
-// threads that have taken a piece and not finished it.
+// threads that have taken a piece and not finished it. And so that those have their cores until they have finished, a thread
+// offers its core to others every millisecond, when it has no piece.
 
 #pragma once
 
@@ -11,6 +12,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <vector>
 
@@ -58,26 +60,20 @@ private:
     int num_threads_, thread_;
 };
 
-// The threads of a region: the first one calls kernels, and the others help it with each.
+// The threads of a region: one calls kernels, and the others help it with each.
 class Team {
 public:
-    // Calls body() in a region, unless this thread is in one already.
-    template <class Body>
-    static void open(const Body& body) {
-        if (current_ || !has_threads()) return body();
-        Team team;
-#pragma omp parallel
-        {
-            if (omp_get_thread_num() == 0) {
-                team.ranges_ = std::vector<Range>(omp_get_num_threads());
-                current_ = &team;
-                body();
-                current_ = nullptr;
-                team.job_.store(kOver);
-            } else {
-                team.help(omp_get_thread_num());
-            }
+    // Calls call(0), .., call(num_calls - 1), one after the other, in a region unless this thread is in one. The first
+    // thread begins, and after a millisecond whichever has a core goes on.
+    template <class Call>
+    static void open(int64_t num_calls, const Call& call) {
+        if (current_ || !has_threads()) {
+            for (int64_t i = 0; i < num_calls; ++i) call(i);
+            return;
         }
+        Team team(omp_get_max_threads());
+#pragma omp parallel
+        team.take_part(num_calls, call);
     }
 
     // Calls work(pieces) on each thread that comes, or on this one alone where the work is too small to share. Returns when
@@ -85,7 +81,7 @@ public:
     template <class Work>
     static void share_out(int64_t num_units, bool is_worth_threads, const Work& work) {
         if (is_worth_threads && current_) return current_->run(num_units, work);
-        if (is_worth_threads && has_threads()) return open([&] { current_->run(num_units, work); });
+        if (is_worth_threads && has_threads()) return open(1, [&](int64_t) { current_->run(num_units, work); });
         Range all;
         all.set(0, num_units);
         Pieces pieces(&all, 1, 0);
@@ -93,8 +89,13 @@ public:
     }
 
 private:
-    static constexpr int64_t kNone = 0, kOver = -1;  // in place of a job's number
-    static constexpr int kPatience = 20'000;         // rounds of waiting, a millisecond at most
+    using Clock = std::chrono::steady_clock;
+
+    static constexpr int64_t kNone = 0, kNoCaller = -1, kOver = -2;  // in place of a job's number
+    static constexpr int kPatience = 20'000;                         // rounds of waiting, a millisecond at most
+    static constexpr auto kTurn = std::chrono::milliseconds(1);
+
+    explicit Team(int num_threads) : ranges_(num_threads) {}
 
     static bool has_threads() { return omp_get_max_threads() > 1 && !omp_in_parallel(); }
 
@@ -108,7 +109,7 @@ private:
         }
         job_.store(++num_jobs_);
         current_ = nullptr;  // what the work calls is not shared out again
-        Pieces pieces(ranges_.data(), num_threads, 0);
+        Pieces pieces(ranges_.data(), num_threads, omp_get_thread_num());
         work(pieces);
         current_ = this;
         job_.store(kNone);
@@ -116,24 +117,49 @@ private:
         for (int rounds = 0; num_inside_.load();) wait(&rounds);
     }
 
-    void help(int thread) {
+    template <class Call>
+    void take_part(int64_t num_calls, const Call& call) {
+        const int thread = omp_get_thread_num();
+        if (thread == 0) make_calls(num_calls, call);
         int64_t done = kNone;
+        auto turn_ends = Clock::now() + kTurn;
         for (int rounds = 0;;) {
-            const int64_t job = job_.load();
+            int64_t job = job_.load();
             if (job == kOver) return;
-            if (job == kNone || job == done) {
+            if (job == kNoCaller && job_.compare_exchange_strong(job, kNone)) {
+                make_calls(num_calls, call);
+            } else if (job > 0 && job != done) {
+                num_inside_.fetch_add(1);
+                if (job_.load() == job) {  // or else it is over, and what belongs to it may be gone
+                    Pieces pieces(ranges_.data(), int(ranges_.size()), thread);
+                    call_(work_, pieces);
+                    done = job;
+                }
+                num_inside_.fetch_sub(1);
+                if (Clock::now() < turn_ends) continue;
+                sched_yield();
+            } else {
                 wait(&rounds);
                 continue;
             }
-            num_inside_.fetch_add(1);
-            if (job_.load() == job) {  // or else it is over, and what belongs to it may be gone
-                Pieces pieces(ranges_.data(), int(ranges_.size()), thread);
-                call_(work_, pieces);
-                done = job;
-                rounds = 0;
-            }
-            num_inside_.fetch_sub(1);
+            turn_ends = Clock::now() + kTurn;
+            rounds = 0;
         }
+    }
+
+    // Calls of one turn.
+    template <class Call>
+    void make_calls(int64_t num_calls, const Call& call) {
+        const auto turn_ends = Clock::now() + kTurn;
+        current_ = this;
+        while (next_call_ < num_calls) {
+            call(next_call_++);
+            if (Clock::now() >= turn_ends) break;
+        }
+        current_ = nullptr;
+        const bool is_over = next_call_ == num_calls;
+        job_.store(is_over ? kOver : kNoCaller);
+        if (!is_over) sched_yield();
     }
 
     // A round of waiting. Where threads are more than cores, the one waited for may need this core.
@@ -146,12 +172,12 @@ private:
 #endif
     }
 
-    static inline thread_local Team* current_ = nullptr;  // of the first thread, while it may share out work
+    static inline thread_local Team* current_ = nullptr;  // of the thread that calls, while it may share out work
 
     std::vector<Range> ranges_;  // of each thread
     void (*call_)(const void*, Pieces&) = nullptr;
     const void* work_ = nullptr;
-    int64_t num_jobs_ = 0;
+    int64_t num_jobs_ = 0, next_call_ = 0;
     alignas(64) std::atomic<int64_t> job_{kNone};
     alignas(64) std::atomic<int> num_inside_{0};  // of the others, with work or on their way to it
 };
