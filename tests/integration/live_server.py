@@ -154,8 +154,8 @@ async def live(
 
 def _pages(metrics: Metrics) -> Pages:
     async def pages(accept: str, *, is_load: bool, takes_gzip: bool) -> Page:
-        pieces, content_type = await asyncio.to_thread(metrics.render, accept)
-        return Page(b"".join(pieces), content_type, is_compressed=False)
+        content, content_type = await asyncio.to_thread(metrics.render, accept)
+        return Page(content, content_type, is_compressed=False)
 
     return pages
 

@@ -19,7 +19,7 @@ from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.metrics.scrape import Page
 from roseinfer.records import Advanced, LifecycleState
 from tests.unit.explain.operations_port import OperationsPort, open_port
-from tests.unit.observe.facts import MS, make_metrics, make_step, make_timeline, rendered
+from tests.unit.observe.facts import MS, make_metrics, make_step, make_timeline
 
 REQUESTS = {
     "now_ns": 1,
@@ -41,7 +41,7 @@ WAITING = {
 
 
 def page_of(metrics: Metrics) -> bytes:
-    return rendered(metrics)[0]
+    return metrics.render("")[0]
 
 
 def advance(metrics: Metrics, attribution: Attribution) -> None:

@@ -71,23 +71,11 @@ def make_timeline(**changes: object) -> RequestTimeline:
     return RequestTimeline(**(stamps | changes))  # type: ignore[arg-type]
 
 
-def rendered(metrics: Metrics, accept: str = "") -> tuple[bytes, str]:
-    """The page as a whole, and its type."""
-    pieces, content_type = metrics.render(accept)
-    return b"".join(pieces), content_type
-
-
-def rendered_load(metrics: Metrics, accept: str = "") -> tuple[bytes, str]:
-    """Likewise `/metrics/load`."""
-    pieces, content_type = metrics.render_load(accept)
-    return b"".join(pieces), content_type
-
-
 class Page:
     """A scrape, by sample name and labels (the model's name left out)."""
 
     def __init__(self, metrics: Metrics) -> None:
-        page, _ = rendered(metrics)
+        page, _ = metrics.render("")
         self.families = list(text_string_to_metric_families(page.decode()))
         self.samples = {
             (sample.name, frozenset(item for item in sample.labels.items() if item[0] != "model_name")): sample.value

@@ -780,17 +780,3 @@ _LOAD_NAMES = {
 }
 VLLM_NAMES = frozenset(row.name for row in _VLLM)
 LOAD = tuple(row for row in CATALOGUE if row.name in _LOAD_NAMES | VLLM_NAMES)
-
-# A page has three parts, of which a scraper that asks often finds the first two as they were.
-_MOVING_NAMES = (
-    *("roseinfer_gap_seconds_total", "roseinfer_slow_gaps_total", "roseinfer_draft_tokens_total"),
-    *("roseinfer_requests_received_total", "roseinfer_engine_last_step_timestamp_seconds"),
-    "roseinfer_observability_seconds_total",
-)
-OF_ENDS = tuple(row for row in CATALOGUE if isinstance(row.source, AtFinish))
-MOVING = tuple(
-    row
-    for row in CATALOGUE
-    if isinstance(row.source, AtStep | AtWrites | AtExporter) or row in LOAD or row.name in _MOVING_NAMES
-)
-RESTING = tuple(row for row in CATALOGUE if row not in OF_ENDS + MOVING)

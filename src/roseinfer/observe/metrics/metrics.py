@@ -7,7 +7,7 @@ is held for some microseconds; formatting, which takes milliseconds, happens on 
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -21,10 +21,7 @@ from roseinfer.observe.metrics.catalogue import (
     CATALOGUE,
     GC_PAUSE,
     LOAD,
-    MOVING,
     NS_PER_S,
-    OF_ENDS,
-    RESTING,
     SCRAPE_DURATION,
     VLLM_NAMES,
     AtFinish,
@@ -38,12 +35,10 @@ from roseinfer.observe.metrics.catalogue import (
 from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS, Exemplar, ExemplarShelf
 from roseinfer.observe.metrics.histogram import Histogram
 from roseinfer.observe.metrics.protobuf import Exemplars, Values
-from roseinfer.observe.metrics.text import Families, TextEncoder
+from roseinfer.observe.metrics.text import TextEncoder
 from roseinfer.observe.metrics.totals import Child, Load, Running, Totals, children_of
 from roseinfer.records import Advanced, LifecycleState, RequestTimeline, StepRecord, Violation
 from roseinfer.runtime.host import HostFacts
-
-_Shown = tuple[Row, Callable[[ServerState], Values], Mapping[Child, ExemplarShelf]]
 
 _HOST_EVERY_NS = NS_PER_S  # the kernel makes its files anew for each reader, core by core
 
@@ -95,11 +90,9 @@ class Metrics(WriteObserver):
         self._gc_pauses, self._scrapes = self._cells[GC_PAUSE][()], self._cells[SCRAPE_DURATION][()]
         self._copies: dict[str, dict[Child, Histogram]] = {row.name: {} for row in histograms}  # of the last snapshot
         hidden = frozenset() if has_vllm_names else VLLM_NAMES
-        self._of_ends, self._resting, self._moving, self._shown_load = (
-            [(row, self._reader(row), self._shelves.get(row.name, {})) for row in rows if row.name not in hidden]
-            for rows in (OF_ENDS, RESTING, MOVING, LOAD)
+        self._shown, self._shown_load = (
+            [(row, self._reader(row)) for row in rows if row.name not in hidden] for rows in (CATALOGUE, LOAD)
         )
-        self._last_ends: Families | None = None  # what the page has of ends, as long as nothing changes it
         self._text = TextEncoder(model_name)
 
     def watch(self, attribution: Attribution, spent_ns: Callable[[], int], *, is_front_end: bool = True) -> None:
@@ -116,21 +109,18 @@ class Metrics(WriteObserver):
         """Takes the front end's counts, after facts were lost or when this process is new."""
         with self._lock:
             self.totals.restore(running)
-            self._last_ends = None
             self._state.num_dropped_facts = num_dropped
             self._state.num_telemetry_restarts = num_telemetry_restarts
 
     def put_exemplars(self, found: Iterable[tuple[str, Exemplar]]) -> None:
         """Shows where observed values came from: each names a metric, and a trace that is kept."""
         with self._lock:
-            self._last_ends = None
             for name, exemplar in found:
                 self._shelves[name][exemplar.label_values].put(exemplar)
 
     def forget_exemplars(self, trace_id: str) -> None:
         """Removes the exemplars of a trace that is not kept after all."""
         with self._lock:
-            self._last_ends = None
             for shelves in self._shelves.values():
                 for shelf in shelves.values():
                     shelf.forget(trace_id)
@@ -170,7 +160,6 @@ class Metrics(WriteObserver):
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         with self._lock:
-            self._last_ends = None
             self.totals.on_finish(timeline)
             for source, cells in self._at_finish:
                 if values := source.values(timeline):
@@ -180,11 +169,10 @@ class Metrics(WriteObserver):
         if pauses_ns := self._take_gc_pauses_ns():
             self._gc_pauses.add([pause_ns / NS_PER_S for pause_ns in pauses_ns])
 
-    def render(self, accept: str) -> tuple[list[bytes], str]:
-        """Returns the page in pieces and its type, in the format that the Accept header asks for.
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """Returns the page and its type, in the format that the Accept header asks for.
 
-        It is OpenMetrics, Prometheus' protobuf, which alone has native histograms, or else Prometheus' text. The piece
-        of what has not changed since the last page is the same object again.
+        It is OpenMetrics, Prometheus' protobuf, which alone has native histograms, or else Prometheus' text.
 
         May be called in any thread, and calls its listeners there; two at once are allowed, if wasteful.
         """
@@ -192,11 +180,11 @@ class Metrics(WriteObserver):
         for begins in self.render_start_listeners:
             begins(start_ns)
         try:
-            parts = self._parts()
+            snapshot = self.snapshot()
             if protobuf.is_preferred(accept):
-                pieces, content_type = [*map(self._encode_protobuf, parts.values())], protobuf.CONTENT_TYPE
+                page, content_type = self._encode_protobuf(snapshot), protobuf.CONTENT_TYPE
             else:
-                pieces, content_type = self._text.encode(accept, parts)
+                page, content_type = self._text.encode(accept, snapshot)
         finally:
             end_ns = time.monotonic_ns()
             for listener in self.render_listeners:
@@ -204,9 +192,9 @@ class Metrics(WriteObserver):
         with self._lock:
             self._render_ns += end_ns - start_ns
             self._scrapes.add([(end_ns - start_ns) / NS_PER_S])
-        return pieces, content_type
+        return page, content_type
 
-    def render_load(self, accept: str, load: Load | None = None) -> tuple[list[bytes], str]:
+    def render_load(self, accept: str, load: Load | None = None) -> tuple[bytes, str]:
         """Returns the page of the rows of `LOAD` alone, and its type: cheap enough for the event loop.
 
         `load` is newer than the facts that are here.
@@ -214,25 +202,21 @@ class Metrics(WriteObserver):
         start_ns = time.monotonic_ns()
         with self._lock:
             state = self._state if load is None else replace(self._state, **msgspec.structs.asdict(load))
-            found = self._read(self._shown_load, state)
-        pieces, content_type = self._text.encode(accept, {"load": found})
+            found: list[tuple[Row, Values, Exemplars]] = [(row, read(state), {}) for row, read in self._shown_load]
+        page, content_type = self._text.encode(accept, found)
         with self._lock:
             self._render_ns += time.monotonic_ns() - start_ns
-        return pieces, content_type
+        return page, content_type
 
-    def _encode_protobuf(self, families: Families) -> bytes:
+    def _encode_protobuf(self, snapshot: Iterable[tuple[Row, Values, Exemplars]]) -> bytes:
         pieces = []
-        for row, values, exemplars in families:
+        for row, values, exemplars in snapshot:
             labels = {"model_name": self._model_name} if row.is_per_model else {}
             pieces.append(protobuf.encode_family(row, values, exemplars, labels))
         return b"".join(pieces)
 
-    def snapshot(self) -> Families:
+    def snapshot(self) -> list[tuple[Row, Values, Exemplars]]:
         """Returns every metric that is shown, all of one moment."""
-        return [family for part in self._parts().values() for family in part]
-
-    def _parts(self) -> dict[str, Families]:
-        """Returns the parts of the page, all of one moment."""
         with self._lock:
             self._count_collections()
             state = self._state
@@ -246,22 +230,18 @@ class Metrics(WriteObserver):
             if state.last_step_end_ns:
                 age_s = (now_ns - state.last_step_end_ns) / NS_PER_S
                 state.last_step_unix_s = time.time() - age_s
-            if self._last_ends is None:
-                self._last_ends = self._read(self._of_ends, state)
-            resting, moving = self._read(self._resting, state), self._read(self._moving, state)
-            return {"ends": self._last_ends, "resting": resting, "moving": moving}
+            return [(row, read(state), self._exemplars(row)) for row, read in self._shown]
 
-    def _read(self, shown: Iterable[_Shown], state: ServerState) -> Families:
-        return [(row, read(state), self._exemplars(shelves)) for row, read, shelves in shown]
-
-    def _exemplars(self, shelves: Mapping[Child, ExemplarShelf]) -> Exemplars:
+    def _exemplars(self, row: Row) -> Exemplars:
         """Returns the exemplars of a metric by its label values, where there are any."""
+        if row.name not in self._shelves:
+            return {}
         return {
             child: [
                 None if found is None else MetricExemplar(found.labels, found.value_s, self._unix_s(found.at_ns))
                 for found in shelf.newest
             ]
-            for child, shelf in shelves.items()
+            for child, shelf in self._shelves[row.name].items()
             if any(shelf.newest)
         }
 

@@ -6,7 +6,7 @@ them; no Python package has them. protobuf is imported for a scraper that asks f
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 from prometheus_client.samples import Exemplar
@@ -50,7 +50,6 @@ _MESSAGES = {
 }
 
 
-@lru_cache(16)  # a scraper asks the same each time
 def is_preferred(accept: str) -> bool:
     """Returns whether the Accept header asks for this format, and for no other more."""
     ours, others = 0.0, 0.0

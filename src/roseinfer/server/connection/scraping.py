@@ -9,11 +9,10 @@ the answer is written as it comes. From the first head on that is not a scraper'
 import asyncio
 import logging
 import re
-import time
+import uuid
 from collections.abc import Callable
 from email.utils import formatdate
 from functools import lru_cache
-from secrets import token_hex
 from typing import NamedTuple, Protocol
 
 from aiohttp import EMPTY_PAYLOAD
@@ -129,11 +128,6 @@ def _wanted(head: bytes) -> _Wanted | None:
     return _Wanted(fields.get(b"accept", b"").decode(), found["path"].decode() == LOAD_PATH, takes_gzip)
 
 
-@lru_cache(1)
-def _date(unix_s: int) -> str:
-    return formatdate(unix_s, usegmt=True)
-
-
 def answer(head: bytes, render: Render) -> bytes:
     """The whole answer to a scraper's head; nothing where aiohttp should say what is wrong."""
     wanted = _wanted(head)
@@ -142,8 +136,8 @@ def answer(head: bytes, render: Render) -> bytes:
     page = render(wanted.accept, is_load=wanted.is_load, takes_gzip=wanted.takes_gzip)
     headers = (
         ("Server", SERVER),
-        ("X-Request-Id", token_hex(16)),
-        ("Date", _date(int(time.time()))),
+        ("X-Request-Id", uuid.uuid4().hex),
+        ("Date", formatdate(usegmt=True)),
         *head_of(page),
         ("Content-Length", str(len(page.content))),
     )

@@ -12,7 +12,7 @@ from roseinfer.observe.metrics.histogram import REQUEST_S, TOKEN_S, WAIT_S
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.records import FinishReason, LifecycleState
 from tests.conftest import require_tool
-from tests.unit.observe.facts import ENGINE, MS, Traffic, make_metrics, rendered
+from tests.unit.observe.facts import ENGINE, MS, Traffic, make_metrics
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 MAX_SAMPLES = 850
@@ -33,7 +33,7 @@ def busy() -> Metrics:
     traffic.end(0, FinishReason.STOP)
     traffic.end(0, FinishReason.ERROR)
     traffic.drain()
-    rendered(metrics)
+    metrics.render("")
     return metrics
 
 
@@ -98,13 +98,13 @@ def test_every_code_of_the_error_tree_is_that_of_a_refusal_or_of_a_fault() -> No
 
 
 def test_one_model_costs_few_samples(busy: Metrics) -> None:
-    page, _ = rendered(busy)
+    page, _ = busy.render("")
     assert len([line for line in page.decode().splitlines() if not line.startswith("#")]) <= MAX_SAMPLES
 
 
 def test_the_accept_header_chooses_the_format(busy: Metrics) -> None:
-    plain, plain_type = rendered(busy)
-    openmetrics, openmetrics_type = rendered(busy, OPENMETRICS)
+    plain, plain_type = busy.render("")
+    openmetrics, openmetrics_type = busy.render(OPENMETRICS)
     assert plain_type.startswith("text/plain")
     assert openmetrics_type.startswith("application/openmetrics-text")
     assert openmetrics.endswith(b"# EOF\n")
@@ -112,7 +112,7 @@ def test_the_accept_header_chooses_the_format(busy: Metrics) -> None:
 
 
 def test_the_page_is_legal_openmetrics(busy: Metrics) -> None:
-    page, _ = rendered(busy, OPENMETRICS)
+    page, _ = busy.render(OPENMETRICS)
     families = {family.name: family for family in text_string_to_metric_families(page.decode())}  # type: ignore[no-untyped-call]
     assert len(families) == len(CATALOGUE)
     for row in CATALOGUE:
@@ -124,7 +124,7 @@ def test_the_page_is_legal_openmetrics(busy: Metrics) -> None:
 
 def test_promtool_dislikes_the_colons_of_vllms_names_alone(busy: Metrics) -> None:
     """Prometheus keeps colons for recorded series, and would like to see `ratio` for `perc`."""
-    page, _ = rendered(busy)
+    page, _ = busy.render("")
     command = [require_tool("promtool"), "check", "metrics"]
     done = subprocess.run(command, input=page, capture_output=True, check=False)
     assert all(line.startswith(b"vllm:") for line in (done.stdout + done.stderr).splitlines())

@@ -9,7 +9,7 @@ from roseinfer.observe.metrics import exemplars
 from roseinfer.observe.metrics.exemplars import INTER_TOKEN_LATENCY, REQUEST_DURATION, TIME_TO_FIRST_TOKEN, Exemplar
 from roseinfer.observe.metrics.histogram import TOKEN_S
 from roseinfer.observe.metrics.metrics import Metrics
-from tests.unit.observe.facts import MS, make_metrics, make_timeline, rendered
+from tests.unit.observe.facts import MS, make_metrics, make_timeline
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -20,7 +20,7 @@ def buckets_with_exemplars_of(metrics: Metrics) -> list[tuple[str, object]]:
 
 
 def buckets_with_exemplars(metrics: Metrics) -> Iterator[Sample]:
-    page, content_type = rendered(metrics, OPENMETRICS)
+    page, content_type = metrics.render(OPENMETRICS)
     assert "openmetrics" in content_type
     for family in parse_openmetrics(page.decode()):  # type: ignore[no-untyped-call]
         for sample in family.samples:
@@ -98,8 +98,8 @@ def test_the_labels_are_never_longer_than_openmetrics_allows() -> None:
 def test_the_other_format_shows_none() -> None:
     metrics = make_metrics()
     metrics.put_exemplars([(TIME_TO_FIRST_TOKEN, Exemplar(0.2, 1, TRACE, 3, 9, ("true",)))])
-    assert TRACE.encode() in rendered(metrics, OPENMETRICS)[0]
-    assert TRACE.encode() not in rendered(metrics)[0]
+    assert TRACE.encode() in metrics.render(OPENMETRICS)[0]
+    assert TRACE.encode() not in metrics.render("")[0]
 
 
 def test_what_is_forgotten_is_shown_no_more() -> None:

@@ -14,18 +14,7 @@ from roseinfer.observe.metrics.catalogue import CATALOGUE, LOAD
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.records import Advanced, Api, Arrival, Delivery, FinishReason, LifecycleState
 from roseinfer.runtime.host import HostFacts
-from tests.unit.observe.facts import (
-    ENGINE,
-    MS,
-    Page,
-    Traffic,
-    make_metrics,
-    make_step,
-    make_timeline,
-    rendered,
-    rendered_load,
-    writes_of,
-)
+from tests.unit.observe.facts import ENGINE, MS, Page, Traffic, make_metrics, make_step, make_timeline, writes_of
 
 ACCEPTED = Path(__file__).with_name("accepted_by_pickers.prom")
 # Made by hand from the stamps of make_timeline, in milliseconds.
@@ -293,7 +282,7 @@ def test_who_listens_hears_when_a_page_began_and_was_done() -> None:
     metrics, heard = make_metrics(), list[tuple[int, int]]()
     metrics.render_listeners.append(lambda start_ns, end_ns: heard.append((start_ns, end_ns)))
     before_ns = time.monotonic_ns()
-    rendered(metrics)
+    metrics.render("")
     [(start_ns, end_ns)] = heard
     assert before_ns <= start_ns < end_ns <= time.monotonic_ns()
 
@@ -301,17 +290,17 @@ def test_who_listens_hears_when_a_page_began_and_was_done() -> None:
 @pytest.mark.parametrize("accept", ["text/plain; version=x", "application/openmetrics-text; version=one.0"])
 def test_a_version_that_is_no_number_gets_the_plain_page(accept: str) -> None:
     metrics = make_metrics()
-    _, content_type = rendered(metrics, accept)
-    assert content_type == rendered(metrics)[1]
+    _, content_type = metrics.render(accept)
+    assert content_type == metrics.render("")[1]
 
 
 def test_a_page_that_cannot_be_made_is_over_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics, heard = make_metrics(), list[str]()
     metrics.render_start_listeners.append(lambda _: heard.append("begins"))
     metrics.render_listeners.append(lambda *_: heard.append("is over"))
-    monkeypatch.setattr(metrics, "_parts", lambda: 1 / 0)
+    monkeypatch.setattr(metrics, "snapshot", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        rendered(metrics)
+        metrics.render("")
     assert heard == ["begins", "is over"]
 
 
@@ -364,8 +353,8 @@ def test_the_load_page_shows_its_gauges_as_the_whole_page_does() -> None:
     metrics.on_start(make_timeline())
     metrics.on_step(make_step(num_running=3, num_waiting=5), Advanced.newest([]))
     for accept in ("", "application/openmetrics-text; version=1.0.0"):
-        load, load_type = rendered_load(metrics, accept)
-        whole, whole_type = rendered(metrics, accept)
+        load, load_type = metrics.render_load(accept)
+        whole, whole_type = metrics.render(accept)
         assert load_type == whole_type
         names = {row.name for row in LOAD}
         lines = [line for line in whole.decode().splitlines() if line.split("{")[0] in names]
@@ -380,7 +369,7 @@ def busy_page(*, has_vllm_names: bool = True) -> tuple[str, str]:
     metrics = Metrics("tiny", "1.2.3", has_vllm_names=has_vllm_names)
     metrics.set_engine_info(ENGINE)
     metrics.on_step(make_step(num_running=3, num_waiting=5, num_used_blocks=40), Advanced.newest([]))
-    return rendered(metrics)[0].decode(), rendered_load(metrics)[0].decode()
+    return metrics.render("")[0].decode(), metrics.render_load("")[0].decode()
 
 
 def test_pickers_find_vllms_names_on_both_pages() -> None:
@@ -396,7 +385,7 @@ def test_pickers_find_vllms_names_on_both_pages() -> None:
 def test_vllms_names_keep_their_colons_in_openmetrics() -> None:
     metrics = make_metrics()
     metrics.set_engine_info(ENGINE)
-    for render in (rendered, rendered_load):
-        page = render(metrics, "application/openmetrics-text; version=1.0.0")[0].decode()
+    for render in (metrics.render, metrics.render_load):
+        page = render("application/openmetrics-text; version=1.0.0")[0].decode()
         assert '\nvllm:num_requests_waiting{model_name="tiny"} 0.0\n' in page
         assert "vllm_" not in page

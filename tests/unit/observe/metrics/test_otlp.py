@@ -17,7 +17,7 @@ from roseinfer.observe.metrics.exemplars import INTER_TOKEN_LATENCY, Exemplar
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.metrics.otlp import MetricsExport, make_metrics_export
 from tests.collector import ReceivingCollector, attributes, receiving, receiving_grpc
-from tests.unit.observe.facts import ENGINE, MS, Traffic, make_metrics, rendered
+from tests.unit.observe.facts import ENGINE, MS, Traffic, make_metrics
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 AGGREGATION = "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION"
@@ -70,7 +70,7 @@ def test_the_collector_gets_what_the_page_says(monkeypatch: pytest.MonkeyPatch, 
     assert found.keys() == {row.name for row in CATALOGUE} - VLLM_NAMES
     shown = {
         (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(rendered(metrics)[0].decode())
+        for family in text_string_to_metric_families(metrics.render("")[0].decode())
         for sample in family.samples
     }
     for (name, labels), point in series(found):

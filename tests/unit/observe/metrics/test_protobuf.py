@@ -16,7 +16,7 @@ from roseinfer.observe.metrics import protobuf
 from roseinfer.observe.metrics.exemplars import INTER_TOKEN_LATENCY, Exemplar
 from roseinfer.observe.metrics.histogram import SCHEMA, ZERO_THRESHOLD, Histogram
 from roseinfer.observe.metrics.metrics import Metrics
-from tests.unit.observe.facts import ENGINE, MS, Traffic, make_metrics, rendered
+from tests.unit.observe.facts import ENGINE, MS, Traffic, make_metrics
 
 ACCEPT = "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited"
 TEXT = "text/plain;version=0.0.4"
@@ -39,7 +39,7 @@ TEXT = "text/plain;version=0.0.4"
 )
 def test_it_is_what_a_scraper_gets_that_prefers_it(accept: str, is_preferred: bool) -> None:
     assert protobuf.is_preferred(accept) is is_preferred
-    _, content_type = rendered(make_metrics(), accept)
+    _, content_type = make_metrics().render(accept)
     assert (content_type == protobuf.CONTENT_TYPE) is is_preferred
 
 
@@ -71,7 +71,7 @@ def busy_metrics() -> Metrics:
 def test_the_page_says_what_the_text_says() -> None:
     metrics = busy_metrics()
     told: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
-    for family in decoded(rendered(metrics, ACCEPT)[0]):
+    for family in decoded(metrics.render(ACCEPT)[0]):
         for metric in family.metric:
             labels = {label.name: label.value for label in metric.label}
             if family.type == 4:
@@ -85,7 +85,7 @@ def test_the_page_says_what_the_text_says() -> None:
                 told[family.name, frozenset(labels.items())] = value
     shown = {
         (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(rendered(metrics, TEXT)[0].decode())
+        for family in text_string_to_metric_families(metrics.render(TEXT)[0].decode())
         for sample in family.samples
     }
     moving = ("roseinfer_observability", "roseinfer_scrape", "roseinfer_engine_last_step", "roseinfer_host")
@@ -97,7 +97,7 @@ def test_the_page_says_what_the_text_says() -> None:
 def test_native_buckets_hold_what_the_others_hold_and_exemplars_are_in_both() -> None:
     metrics = busy_metrics()
     metrics.put_exemplars([(INTER_TOKEN_LATENCY, Exemplar(0.06, 5, "a" * 32, 4, 9))])
-    for family in decoded(rendered(metrics, ACCEPT)[0]):
+    for family in decoded(metrics.render(ACCEPT)[0]):
         for metric in family.metric if family.type == 4 else ():
             found = metric.histogram
             assert sum(counts_of(found).values()) + found.zero_count == found.sample_count

@@ -1,8 +1,6 @@
 """Facts that went through bytes say the same on the other side, and after a loss what is true is true there again."""
 
 import random
-import re
-import zlib
 from collections.abc import Callable
 
 import msgspec
@@ -147,26 +145,6 @@ async def test_the_other_side_has_the_same_page_and_the_same_recording(seed: int
     assert (theirs.steps == ours.steps).all()
     assert (theirs.writes == ours.writes).all()
     assert len(theirs.writes) > 0
-
-
-async def test_a_compressed_page_is_the_page_in_one_file_of_gzip() -> None:
-    ends = Ends()
-    ends.begin()
-    traffic = Serving(ends.forwarder.hub)
-    for seed in range(4):  # of whose pages each has pieces of the one before
-        run_some(traffic, seed, num_acts=20)
-        ends.forwarder.catch_up()
-        plain, page = (ends.observation.render_page("", is_load=False, takes_gzip=gzip) for gzip in (False, True))
-        inflating = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
-        content = inflating.decompress(page.content)
-        assert inflating.eof
-        assert not inflating.unused_data
-        assert (page.is_compressed, plain.is_compressed) == (True, False)
-        assert without_times(content) == without_times(plain.content)
-
-
-def without_times(page: bytes) -> list[bytes]:
-    return [line for line in page.splitlines() if not re.search(b"scrape_|observability_|step_time", line)]
 
 
 async def test_the_page_of_the_load_is_of_this_moment_though_no_fact_has_travelled() -> None:
