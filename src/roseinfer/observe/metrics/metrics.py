@@ -94,6 +94,7 @@ class Metrics(WriteObserver):
             [(row, self._reader(row)) for row in rows if row.name not in hidden] for rows in (CATALOGUE, LOAD)
         )
         self._text = TextEncoder(model_name)
+        self._messages: dict[str, tuple[Values, Exemplars, bytes]] = {}  # in protobuf, of the last page, by name
 
     def watch(self, attribution: Attribution, spent_ns: Callable[[], int], *, is_front_end: bool = True) -> None:
         """Exposes what `attribution` finds, and what the front end has spent; here it renders too, or elsewhere."""
@@ -211,8 +212,12 @@ class Metrics(WriteObserver):
     def _encode_protobuf(self, snapshot: Iterable[tuple[Row, Values, Exemplars]]) -> bytes:
         pieces = []
         for row, values, exemplars in snapshot:
-            labels = {"model_name": self._model_name} if row.is_per_model else {}
-            pieces.append(protobuf.encode_family(row, values, exemplars, labels))
+            kept = self._messages.get(row.name)
+            if kept is None or kept[0] != values or kept[1] != exemplars:
+                labels = {"model_name": self._model_name} if row.is_per_model else {}
+                message = protobuf.encode_family(row, values, exemplars, labels)
+                kept = self._messages[row.name] = values, exemplars, message
+            pieces.append(kept[2])
         return b"".join(pieces)
 
     def snapshot(self) -> list[tuple[Row, Values, Exemplars]]:

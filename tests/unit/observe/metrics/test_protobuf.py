@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer.observe.metrics import protobuf
+from roseinfer.observe.metrics.catalogue import Row
 from roseinfer.observe.metrics.exemplars import INTER_TOKEN_LATENCY, Exemplar
 from roseinfer.observe.metrics.histogram import SCHEMA, ZERO_THRESHOLD, Histogram
 from roseinfer.observe.metrics.metrics import Metrics
+from roseinfer.records import LifecycleState
 from tests.unit.observe.facts import ENGINE, MS, Traffic, make_metrics
 
 ACCEPT = "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited"
@@ -92,6 +94,26 @@ def test_the_page_says_what_the_text_says() -> None:
     assert told.keys() == shown.keys()
     for series, value in shown.items():
         assert told[series] == value or series[0].startswith(moving), series
+
+
+def test_a_message_is_kept_as_long_as_it_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, encode_family = busy_metrics(), protobuf.encode_family
+    encoded: list[str] = []
+
+    def noted(row: Row, *others: Any) -> bytes:
+        encoded.append(row.name)
+        return encode_family(row, *others)
+
+    metrics.render(ACCEPT)
+    monkeypatch.setattr(protobuf, "encode_family", noted)
+    metrics.put_exemplars([(INTER_TOKEN_LATENCY, Exemplar(0.06, 5, "a" * 32, 4, 9))])
+    metrics.on_lifecycle(LifecycleState.DRAINING)
+    snapshot = metrics.snapshot()
+    page = metrics._encode_protobuf(snapshot)
+    assert {INTER_TOKEN_LATENCY, "roseinfer_lifecycle_state"} <= set(encoded)
+    assert "roseinfer_step_seconds" not in encoded
+    metrics._messages = {}
+    assert metrics._encode_protobuf(snapshot) == page
 
 
 def test_native_buckets_hold_what_the_others_hold_and_exemplars_are_in_both() -> None:
