@@ -9,7 +9,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig, SchedulerConfig
 from roseinfer.model.runner import ModelRunner, load_runner
-from roseinfer.records import LifecycleState
 from tests.unit.model.conftest import Shape, write_checkpoint
 
 HAS_GPU = torch.cuda.is_available()
@@ -60,7 +59,7 @@ def load(gpt2: Path) -> Iterator[LoadRunner]:
     def load_warm(
         directory: Path = gpt2,
         dtype: str = "float32",
-        told: list[tuple[LifecycleState, str, str]] | None = None,
+        told: list[tuple[object, ...]] | None = None,
         **options: object,
     ) -> ModelRunner:
         config = Config(

@@ -88,6 +88,7 @@ class Replayed:
     is_capturable = False
 
     def __init__(self, backend: AttentionBackend, bench: Bench, num_rows: int, max_context_len: int) -> None:
+        self._backend = backend  # whose memory the graph reads: the sinks of its layers
         self._tokens = bench.pack(
             [], num_rows, max_context_len
         )  # a capture runs, so it uses the block that no sequence owns

@@ -101,6 +101,8 @@ class EditTable:
     def bind(self, binding: SlotBinding, barred: Int64Array) -> None:
         """Set the edits of the slot's new owner; the `barred` ids are those that it must not get at first."""
         slot, params = binding.slot, binding.params
+        if not all(0 <= token_id < self._vocab_size for token_id in params.logit_bias):
+            raise IndexError("logit_bias names a token that the vocabulary does not have")  # a GPU would stop for all
         is_held = len(params.logit_bias) <= MAX_BIASES
         kinds = 0
         if is_held and (params.edits_logits or len(barred) or params.grammar is not None):
@@ -122,8 +124,6 @@ class EditTable:
             assert binding.token_ids is not None, "penalties need the tokens that are known"
             known = binding.token_ids.astype(np.int64)
         biased, numbers = np.array(list(biases), np.int64), np.array(list(biases.values()), np.float32)
-        if ((biased < 0) | (biased >= self._vocab_size)).any():
-            raise IndexError("logit_bias names a token that the vocabulary does not have")
         changed = np.concatenate((known, barred, biased))  # an id that comes again gets the same word again
         words = self._scratch
         words[known] = KNOWN

@@ -18,6 +18,7 @@ from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT, Int32Array, SlotBin
 from roseinfer.engine.core.constraint import Constraint, MaskArray, Matcher, TokenMasks
 from roseinfer.messages import Grammar, SamplingParams
 from roseinfer.model.kernels.library import Kernels
+from roseinfer.model.sampling.edit_table import EditTable
 from roseinfer.model.sampling.logit_edits import GROUP, Penalties
 from roseinfer.model.sampling.sampler import Sampler
 from tests.conftest import BuiltKernels
@@ -382,3 +383,12 @@ def test_a_step_with_a_mask_is_not_for_a_graph() -> None:
         made.bind(SlotBinding(slot, SamplingParams(grammar=GRAMMAR if slot else None), 5, ()))
     assert made.can_capture(SLOTS[:1])
     assert not made.can_capture(SLOTS[:2])
+
+
+@pytest.mark.parametrize("num_biases", [1, 1100])
+def test_a_table_refuses_biases_outside_of_the_vocabulary(num_biases: int) -> None:
+    """Also those that it leaves to torch, whose kernel would stop the device for everybody."""
+    table = EditTable(1, 1100, 8, torch.device("cpu"))
+    params = SamplingParams(logit_bias=dict.fromkeys(range(1, num_biases + 1), 1.0) | {1100: 1.0})
+    with pytest.raises(IndexError, match="logit_bias"):
+        table.bind(binding(0, params, []), np.zeros(0, np.int64))

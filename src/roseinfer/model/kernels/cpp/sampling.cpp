@@ -5,7 +5,6 @@
 // for the largest logit of a row that is alone: of that the order makes no difference. The same in torch is in
 // sampling/torch.py.
 
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
