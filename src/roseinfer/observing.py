@@ -20,7 +20,6 @@ from roseinfer.observe.metrics.totals import Load
 from roseinfer.observe.observation import Observation, import_exporters
 from roseinfer.observe.recorder import capture
 from roseinfer.observe.recorder.capture import Profile
-from roseinfer.observe.telemetry.facts import LoadQuery
 from roseinfer.observe.telemetry.link import Link
 from roseinfer.observe.telemetry.process import Setup
 from roseinfer.observe.telemetry.receiver import Receiver
@@ -29,7 +28,8 @@ from roseinfer.runtime.file_watch import WATCH_INTERVAL_S
 from roseinfer.runtime.fork_server import fork_children, receive_descriptors
 from roseinfer.runtime.frames import receive_frame
 from roseinfer.runtime.niceness import FRONT_END_NICENESS, TELEMETRY_NICENESS, be_nicer, take_turns
-from roseinfer.server.app import SCRAPE, build_ops_app, build_runner
+from roseinfer.runtime.passage import Passage
+from roseinfer.server.app import PASSAGE, SCRAPE, build_ops_app, build_runner
 from roseinfer.server.connection import scraping
 from roseinfer.server.connection.api_keys import ApiKeys
 from roseinfer.server.ops import debug, profile
@@ -42,13 +42,14 @@ _OPS_CLOSE_S = 0.2  # for answers of the operations port under way at the end
 def telemetry_main(fd: int) -> int:
     """The process that `TelemetryProcess` starts: its forks observe the facts that come over their sockets.
 
-    `fd` is the socket over which the setup comes, then those of the operations port, and then the sockets of its forks.
+    `fd` is the socket over which the setup comes, then those of the operations port, the end of a passage, and then the
+    sockets of its forks.
     """
     live_as_child()
     with socket.socket(fileno=fd) as control:
         try:
             setup = msgspec.msgpack.decode(receive_frame(control), type=Setup)
-            ports = receive_descriptors(control, setup.num_ports)
+            *ports, passage = receive_descriptors(control, setup.num_ports + 1)
         except (EOFError, IndexError):
             return 0
         import_exporters(setup.config)
@@ -58,22 +59,16 @@ def telemetry_main(fd: int) -> int:
     be_nicer(TELEMETRY_NICENESS - FRONT_END_NICENESS)  # sooner, it would not get through its imports beside a load
     take_turns()  # a scrape wakes it several times, each time within a step whose threads wait for each other
     with connection, closing(logs.configure(setup.config.observe, sys.stderr)) as output:
-        asyncio.run(_observe(connection, setup, ports, output))
+        asyncio.run(_observe(connection, setup, ports, passage, output))
     return 0
 
 
-async def _observe(connection: socket.socket, setup: Setup, ports: Sequence[int], output: logs.LogOutput) -> None:
+async def _observe(
+    connection: socket.socket, setup: Setup, ports: Sequence[int], passage: int, output: logs.LogOutput
+) -> None:
     """Observe, and serve the operations port, until the front end has gone."""
     receiver, gone = Receiver(), asyncio.Event()
-
-    async def scrape(head: bytes) -> bytes:
-        return scraping.answer(head, observation.render_page)
-
-    async def load(payload: bytes) -> bytes:
-        query = msgspec.msgpack.decode(payload, type=LoadQuery)
-        return scraping.answer(query.head, partial(observation.render_page, load=query.load))
-
-    link = Link({**receiver.replies(), "scrape": scrape, "load": load}, receiver.take, gone.set)
+    link = Link(receiver.replies(), receiver.take, gone.set)
 
     def num_dropped() -> int:
         return output.num_dropped + receiver.num_dropped_log_lines
@@ -88,7 +83,7 @@ async def _observe(connection: socket.socket, setup: Setup, ports: Sequence[int]
         return
     try:
         receiver.open(observation)
-        async with _ops_port(setup, ports, receiver, link, observation):
+        async with _ops_port(setup, ports, passage, receiver, link, observation):
             await _hear(link, connection, gone)
     finally:
         observation.close()
@@ -103,9 +98,9 @@ async def _hear(link: Link, connection: socket.socket, gone: asyncio.Event) -> N
 
 @asynccontextmanager
 async def _ops_port(
-    setup: Setup, ports: Sequence[int], receiver: Receiver, link: Link, observation: Observation
+    setup: Setup, ports: Sequence[int], passage: int, receiver: Receiver, link: Link, observation: Observation
 ) -> AsyncIterator[None]:
-    """Serve the operations port at the sockets with these descriptors, where there are any."""
+    """Serve the operations port at sockets, and scrapers of the API port from a passage, by their descriptors."""
     config = setup.config
     front_end = FrontEnd(link, receiver.set_present)
     observation.capture.profile = front_end.profile
@@ -116,6 +111,7 @@ async def _ops_port(
     routes = debug_routes(config, observation, front_end.profile, lambda: receiver.num_tasks)
     ops_app = build_ops_app(port, observation.page, front_end.judge, routes, [front_end.ask_first])
     ops_app[SCRAPE] = _scrape_of(observation, front_end)
+    ops_app[PASSAGE] = Passage(socket.socket(fileno=passage))
     runner = build_runner(ops_app, _OPS_CLOSE_S)
     await runner.setup()
     watching = None
@@ -135,7 +131,7 @@ async def _ops_port(
 
 
 def _scrape_of(observation: Observation, front_end: FrontEnd) -> scraping.Scrape:
-    """Answers scrapers of the operations port, with all facts so far."""
+    """Answers scrapers, with all facts so far."""
 
     def scrape(head: bytes, is_load: bool, take: Callable[[bytes], None]) -> None:
         def answer(packed: bytes | None) -> None:

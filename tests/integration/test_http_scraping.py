@@ -4,8 +4,8 @@ import asyncio
 import gzip
 import json
 import logging
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,13 @@ import pytest
 
 from roseinfer.errors import NotReady
 from roseinfer.records import LifecycleState
-from roseinfer.server.connection import scraping
+from roseinfer.runtime.passage import Passage, make_passage
+from roseinfer.server.app import PASSAGE, SCRAPE
+from roseinfer.server.connection import connection, listener
 from roseinfer.server.connection.scraping import answer as answer_to
 from tests.integration.live_server import closed
 from tests.integration.test_http_connections import connected
-from tests.unit.server.harness import INSTRUMENTS, Page, ScriptedEngine, Server, serving
+from tests.unit.server.harness import INSTRUMENTS, Page, ScriptedEngine, Server, answering, ops_app, serving
 
 PROMETHEUS = (
     b"GET /metrics HTTP/1.1\r\nHost: x:8000\r\nUser-Agent: Prometheus/3.5.0\r\n"
@@ -29,7 +31,7 @@ PLAIN = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class Pages:
-    """The other process: makes pages that name what was asked for, once it may."""
+    """The other process, in this one: makes pages that name what was asked for, once it may."""
 
     def __init__(self) -> None:
         self.num_asked = 0
@@ -38,6 +40,7 @@ class Pages:
         self.may_answer.set()
         self.has_them = True
         self.size = 0
+        self.passage: Passage  # while there is a server
         self._answering: asyncio.Task[None] | None = None
 
     async def make(self, accept: str, *, is_load: bool, takes_gzip: bool) -> Page:
@@ -64,21 +67,41 @@ class Pages:
 
         self._answering = asyncio.create_task(run())
 
-    def server(self, **options: Any) -> AbstractAsyncContextManager[Server]:
-        return serving(ScriptedEngine(), instruments=replace(INSTRUMENTS, pages=self.make, telemetry=self), **options)  # type: ignore[arg-type]
+    @asynccontextmanager
+    async def server(self, **options: Any) -> AsyncIterator[Server]:
+        """An API port, whose scrapers this answers."""
+        self.passage, end = make_passage()
+        other_end = Passage(end)
+        instruments = replace(INSTRUMENTS, pages=self.make, telemetry=self)  # type: ignore[arg-type]
+        with closing(self.passage), closing(other_end):
+            async with serving(ScriptedEngine(), instruments=instruments, **options) as server:
+                app = ops_app(server.service)
+                app[SCRAPE], app[PASSAGE] = self.scrape, other_end
+                async with answering(app) as (_, self.listener):
+                    yield server
+
+    async def until_no_connections(self, server: Server) -> None:
+        """Return when neither process has one."""
+        async with asyncio.timeout(20):
+            while len(server.runner.connections) + len(self.listener.connections):  # noqa: ASYNC110 - no event says so
+                await asyncio.sleep(0.01)
 
 
 @pytest.fixture
 def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What aiohttp gets first on each connection."""
     handed: list[bytes] = []
-    hand_over = scraping.Scraping._hand_over
 
-    def note(self: scraping.Scraping, data: bytes) -> None:
-        handed.append(data)
-        hand_over(self, data)
+    class Noting(connection.Connection):
+        _has_begun = False
 
-    monkeypatch.setattr(scraping.Scraping, "_hand_over", note)
+        def data_received(self, data: bytes) -> None:
+            if not self._has_begun:
+                handed.append(data)
+            self._has_begun = True
+            super().data_received(data)
+
+    monkeypatch.setattr(listener, "Connection", Noting)
     return handed
 
 
@@ -181,6 +204,59 @@ async def test_what_comes_before_the_answer_is_answered_after_it() -> None:
     assert b"version" in bodies[2]
 
 
+async def test_a_long_body_behind_a_scrape_comes_back_whole(handed_over: list[bytes]) -> None:
+    pages = Pages()
+    async with pages.server() as server, connected(server) as (reader, writer):
+        body = json.dumps({"prompt": "x" * 400_000}).encode()
+        head = "POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        pages.may_answer.clear()
+        writer.write(PLAIN)
+        await pages.was_asked.wait()
+        writer.write(head.encode() + body)
+        await asyncio.sleep(0.05)
+        pages.may_answer.set()
+        assert (await answer(reader))[2] == b"# page 1  False\n"
+        assert json.loads((await answer(reader))[2])["count"] == 400_000
+    assert len(handed_over) == 1
+
+
+async def test_a_connection_comes_back_when_the_passage_has_room_again(
+    monkeypatch: pytest.MonkeyPatch, handed_over: list[bytes]
+) -> None:
+    async with Pages().server() as server, connected(server) as (reader, writer):
+        writer.write(PLAIN)
+        await answer(reader)
+        with monkeypatch.context() as patch:
+            patch.setattr(Passage, "give", lambda *_: False)
+            writer.write(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            await asyncio.sleep(0.1)
+            assert handed_over == []
+        assert b"version" in (await answer(reader))[2]
+
+
+async def test_a_connection_that_cannot_go_is_answered_by_aiohttp(handed_over: list[bytes]) -> None:
+    pages = Pages()
+    async with pages.server() as server, connected(server) as (reader, writer):
+        pages.passage.close()
+        writer.write(PLAIN)
+        assert (await answer(reader))[2] == b"# page 1  False\n"
+    assert handed_over == [PLAIN]
+
+
+async def test_the_next_page_follows_one_that_is_read_slowly() -> None:
+    pages = Pages()
+    pages.size = 5_000_000
+    async with pages.server() as server, connected(server) as (reader, writer):
+        writer.write(PLAIN)
+        await pages.was_asked.wait()
+        await asyncio.sleep(0.05)
+        writer.write(PLAIN)
+        await asyncio.sleep(0.05)
+        assert pages.num_asked == 1
+        assert [(await answer(reader))[2][:9] for _ in range(2)] == [b"# page 1 ", b"# page 2 "]
+
+
 async def test_where_there_is_no_page_aiohttp_says_why(handed_over: list[bytes]) -> None:
     pages = Pages()
     pages.has_them = False
@@ -214,21 +290,15 @@ async def test_a_scraper_that_leaves_or_does_not_read_holds_nothing() -> None:
         async with connected(server) as (_, writer):
             writer.write(PLAIN)
             await pages.was_asked.wait()
-        await until_none(server)
+        await pages.until_no_connections(server)
         pages.may_answer.set()
         pages.was_asked.clear()
         pages.size = 20_000_000
         async with connected(server) as (reader, writer):
             writer.write(PLAIN)
             await pages.was_asked.wait()
-            await until_none(server)
+            await pages.until_no_connections(server)
             assert len(await closed(reader)) < pages.size
-
-
-async def until_none(server: Server) -> None:
-    async with asyncio.timeout(20):
-        while len(server.runner.connections):  # noqa: ASYNC110 - nobody is told of it
-            await asyncio.sleep(0.01)
 
 
 async def test_a_scraper_that_asks_no_more_is_closed() -> None:

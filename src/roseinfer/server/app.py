@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from roseinfer.runtime.passage import Passage
 from roseinfer.server import middleware, openapi
 from roseinfer.server.anthropic import messages
 from roseinfer.server.anthropic.errors import PATH, add_request_id, error_form
@@ -22,7 +23,9 @@ from roseinfer.server.port import PORT, Port
 from roseinfer.server.service import SERVICE, Service
 from roseinfer.text.grammar.checker import GrammarChecker
 
-SCRAPE: web.AppKey[Scrape] = web.AppKey("scrape")  # where scrapers may be answered without a middleware
+# Where scrapers may be answered without a middleware: here, or by a process to which their connections go.
+SCRAPE: web.AppKey[Scrape] = web.AppKey("scrape")
+PASSAGE = web.AppKey("passage", Passage)
 
 Reply = Callable[[bytes], bytes | Awaitable[bytes]]
 """Answers one kind of question of the telemetry process, at once or in a task. A RoseinferError is an answer too."""
@@ -45,8 +48,9 @@ class Telemetry(Protocol):
     async def ready(self) -> None:
         """Return when it observes. Raises ConfigError."""
 
-    def scrape(self, head: bytes, is_load: bool, take: Callable[[bytes], None]) -> None:
-        """See Scrape."""
+    @property
+    def passage(self) -> Passage:
+        """Through which it gets scrapers of the API port."""
 
     async def close(self) -> None:
         """Give it what it has not got, and end it."""
@@ -91,7 +95,7 @@ def build_app(service: Service, instruments: Instruments) -> web.Application:
     app[SERVICE] = service
     app[middleware.ERROR_FORMS] = {PATH: error_form}
     if service.api_keys is None and instruments.telemetry is not None:
-        app[SCRAPE] = instruments.telemetry.scrape
+        app[PASSAGE] = instruments.telemetry.passage
     app.middlewares.extend(
         (middleware.answer_preflight, middleware.authenticate, middleware.admit, debug_access.point_elsewhere)
     )
@@ -137,4 +141,4 @@ def _application(port: Port, routes: list[web.RouteDef]) -> web.Application:
 def build_runner(app: web.Application, shutdown_timeout_s: float) -> Listener:
     """The application with its listener."""
     port = app[PORT]
-    return Listener(app, port, shutdown_timeout_s, app.get(SCRAPE))
+    return Listener(app, port, shutdown_timeout_s, app.get(SCRAPE), app.get(PASSAGE))

@@ -12,7 +12,7 @@ import numpy as np
 
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.hub import OWN, Column, Writes
-from roseinfer.observe.metrics.totals import Load, Running
+from roseinfer.observe.metrics.totals import Running
 from roseinfer.records import Arrival, LifecycleState, QueueReport, RequestTimeline, StepRecord, Violation
 
 _GROWING = frozenset({"token_ns", "write_ns", "arrivals"})  # which the other side makes from steps and writes
@@ -205,13 +205,6 @@ class Page(msgspec.Struct, frozen=True):
     content: bytes
     content_type: str
     is_compressed: bool
-
-
-class LoadQuery(msgspec.Struct, frozen=True, array_like=True):
-    """Has a scraper's head for `/metrics/load` answered."""
-
-    head: bytes
-    load: Load
 
 
 class LedgerQuery(msgspec.Struct, frozen=True):

@@ -22,12 +22,13 @@ from roseinfer.config.options import Config
 from roseinfer.errors import NotReady
 from roseinfer.observe.gaps.attribution import ledger_json
 from roseinfer.observe.gaps.causes import Cause
-from roseinfer.observe.telemetry.facts import Fact, LedgerQuery, LoadQuery, Page, PageQuery
+from roseinfer.observe.telemetry.facts import Fact, LedgerQuery, Page, PageQuery
 from roseinfer.observe.telemetry.forwarder import Forwarder
 from roseinfer.observe.telemetry.link import Link, Reply
 from roseinfer.records import QueueReport, RequestTimeline
 from roseinfer.runtime.child_process import waited_s
 from roseinfer.runtime.fork_server import Begun, ForkServer
+from roseinfer.runtime.passage import make_passage
 
 RESTART_WINDOW_S = 600.0  # in which there is one restart: what kills two in succession will kill a third
 PAGE_TIMEOUT_S = 3.0  # for a page of metrics
@@ -51,7 +52,7 @@ class Setup(msgspec.Struct, frozen=True):
 
     config: Config
     more_keys: str  # added to those of the file
-    num_ports: int  # sockets at which the operations port listens, whose descriptors come behind this
+    num_ports: int  # sockets at which the operations port listens; behind this their descriptors come, and a passage's
 
 
 class TelemetryProcess:
@@ -73,6 +74,7 @@ class TelemetryProcess:
     ) -> None:
         self.num_restarts = 0
         self.pid: int | None = None  # once it is known
+        self.passage, self._other_end = make_passage()
         self._config = config
         self._forwarder = forwarder
         self._report_queue = report_queue
@@ -105,8 +107,8 @@ class TelemetryProcess:
             "look": self._look,
             **replies,
         }
-        descriptors = [port.fileno() for port in ports]
-        setup = Setup(self._config, self._more_keys, len(descriptors))
+        descriptors = [opened.fileno() for opened in (*ports, self._other_end)]
+        setup = Setup(self._config, self._more_keys, len(ports))
         self._forks = ForkServer(self._command, msgspec.msgpack.encode(setup), descriptors, self._begun)
         self._watching = asyncio.create_task(self._watch(), name="telemetry-watch")
         await self._launch()
@@ -144,6 +146,7 @@ class TelemetryProcess:
         if now_s < self._next_restart_s:
             _log.error("the telemetry process has died again: there are no metrics until the server is started anew")
             self._starter.submit(self._forks.kill)
+            self._other_end.close()
             self._launching = asyncio.create_task(self._take_over(), name="take-over")
             return
         self._next_restart_s = now_s + RESTART_WINDOW_S
@@ -182,6 +185,8 @@ class TelemetryProcess:
 
     async def close(self) -> None:
         """Sends the last facts and waits a little for its exit. Before it observes there are none, and no wait."""
+        self.passage.close()
+        self._other_end.close()
         if self._watching is None:
             return  # it was never started
         self._is_closing = True
@@ -211,23 +216,6 @@ class TelemetryProcess:
         except TimeoutError:
             raise NotReady("The telemetry process, which has the metrics, does not answer.") from None
         return msgspec.msgpack.decode(content, type=Page)
-
-    def scrape(self, head: bytes, is_load: bool, take: Callable[[bytes], None]) -> None:
-        """Has a scraper's head answered; `take` gets the whole answer, or nothing where there is none in time."""
-        link = self._link
-        if link is None:
-            take(b"")
-            return
-
-        def ask() -> None:
-            name, payload = "scrape", head
-            if is_load:
-                name, payload = "load", msgspec.msgpack.encode(LoadQuery(head, self._forwarder.load()))
-            else:
-                self._forwarder.catch_up()
-            link.ask_then(name, payload, PAGE_TIMEOUT_S, lambda answer: take(answer or b""))
-
-        link.together(ask)
 
     async def ledgers(self, timelines: Sequence[RequestTimeline], until_ns: int) -> list[dict[str, object]]:
         """Returns the ledgers of requests in flight; where causes are not known in time, all is `unknown`."""

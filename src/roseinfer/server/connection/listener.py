@@ -15,6 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from roseinfer.errors import UnmetExpectation
+from roseinfer.runtime.passage import Passage
 from roseinfer.server.connection.connection import (
     LONGEST_CHECK_S,
     MAX_HEADERS,
@@ -22,7 +23,7 @@ from roseinfer.server.connection.connection import (
     Connection,
     Connections,
 )
-from roseinfer.server.connection.scraping import Scrape, Scraping
+from roseinfer.server.connection.scraping import Passed, Scrape, Scraping, Sorting
 from roseinfer.server.connection.tls import Certificate
 from roseinfer.server.port import Port
 
@@ -89,12 +90,20 @@ class ConnectionServer(web.Server):
 class Listener(web.AppRunner):
     """An application, and the ports at which it listens."""
 
-    def __init__(self, app: web.Application, port: Port, shutdown_timeout_s: float, scrape: Scrape | None) -> None:
-        """With `scrape`, scrapers are answered by it where there is no TLS."""
+    def __init__(
+        self,
+        app: web.Application,
+        port: Port,
+        shutdown_timeout_s: float,
+        scrape: Scrape | None = None,
+        passage: Passage | None = None,
+    ) -> None:
+        """Scrapers are answered by `scrape`, or else go through the passage, where there is no TLS."""
         super().__init__(app, shutdown_timeout=shutdown_timeout_s)
         config = port.config
         self.connections = Connections(config, port.observer.on_refusal)
-        self._port, self._scrape = port, scrape
+        self._port, self._scrape, self._passage = port, scrape, passage
+        self._adopting: set[asyncio.Task[None]] = set()
         app.cleanup_ctx.append(self.connections.watching)
         self._options: dict[str, Any] = {
             "auto_decompress": False,  # compressed bodies are refused; a bomb must not go off before that
@@ -117,6 +126,25 @@ class Listener(web.AppRunner):
             handler_cancellation=True,  # a client that goes away cancels its handler, which aborts its sequences
         )
 
+    async def setup(self) -> None:
+        await super().setup()
+        if self._passage is not None:
+            self._passage.open(self._adopt)
+
+    def _adopt(self, passed: socket.socket, data: bytes) -> None:
+        task = asyncio.get_running_loop().create_task(self._go_on_with(passed, data))
+        self._adopting.add(task)
+        task.add_done_callback(self._adopting.discard)
+
+    async def _go_on_with(self, passed: socket.socket, data: bytes) -> None:
+        """Go on with a connection that another process has accepted."""
+        connection = self._connection()
+        protocol: asyncio.Protocol = connection
+        if self._scrape is not None:
+            protocol = Scraping(connection, self._port, self._scrape, self._passage)
+        with contextlib.suppress(OSError):  # the client has gone
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: Passed(protocol, data), passed)
+
     async def listen(self, host: str, port: int, certificate: Certificate | None) -> asyncio.Server:
         """Accept connections from now on, by TLS with a certificate. Raises OSError or UnicodeError.
 
@@ -131,16 +159,19 @@ class Listener(web.AppRunner):
         return await asyncio.get_running_loop().create_server(accept, sock=listening, backlog=MAX_BACKLOG)
 
     def _accept(self, certificate: Certificate | None) -> Callable[[], asyncio.Protocol]:
-        server = self.server
-        assert isinstance(server, ConnectionServer), "listen before setup"
-
         def accept() -> asyncio.Protocol:
-            connection = server()
-            if certificate is None:
-                return connection if self._scrape is None else Scraping(connection, self._port, self._scrape)
-            return Handshake(connection, certificate.context, self.connections.handshake_timeout_s)
+            connection = self._connection()
+            if certificate is not None:
+                return Handshake(connection, certificate.context, self.connections.handshake_timeout_s)
+            if self._scrape is not None:
+                return Scraping(connection, self._port, self._scrape)
+            return connection if self._passage is None else Sorting(connection, self._port, self._passage)
 
         return accept
+
+    def _connection(self) -> Connection:
+        assert isinstance(self.server, ConnectionServer), "listen before setup"
+        return self.server()
 
 
 async def bind(host: str, port: int) -> list[socket.socket]:
