@@ -180,8 +180,42 @@ int find_blocks(const Call& call, const Rows<Products>& rows, int64_t tile_start
     return num_blocks;
 }
 
-// One tile of keys: the scores of all rows, then the weights of all, then the sums of all, so that no row waits for its
-// own. `heads` has the tile of each head, and after them the next tile, if there is one.
+// The rows of a block whose scores are not weights yet. Some at a time become so beside the products of another block.
+template <class Products, class Few>
+class Weighing {
+public:
+    Weighing(const Call& call, Reader<Products, Few>& reader, Rows<Products>& rows, const Block& block,
+             int64_t tile_start)
+        : call_(call),
+          rows_(rows),
+          value_scales_(reader.value_scales(call, block.head)),
+          tile_start_(tile_start),
+          num_vectors_(block.num_vectors()),
+          row_(block.first),
+          end_(block.first + block.num_rows) {}
+
+    void step(int num_rows) {
+        for (const int last = std::min(end_, row_ + num_rows); row_ < last; row_++) {
+            auto* weights = rows_.weights + row_ * KEY_TILE;
+            if (rows_.span(call_, tile_start_, row_).is_empty())
+                std::memset(weights, 0, KEY_TILE * sizeof *weights);
+            else
+                weigh<Products>(rows_.scores + row_ * KEY_TILE, num_vectors_, value_scales_, rows_.maxima[row_],
+                                rows_.corrections[row_], rows_.lane_totals + row_ * LANES, weights);
+        }
+    }
+    void finish() { step(end_ - row_); }
+
+private:
+    const Call& call_;
+    Rows<Products>& rows_;
+    const float* value_scales_;
+    int64_t tile_start_;
+    int num_vectors_, row_, end_;
+};
+
+// One tile of keys: the scores of all rows, then the weights and the sums of all, those of a block beside the weights of the
+// next, so that no row waits for its own. `heads` has the tile of each head, and after them the next tile, if there is one.
 template <class Products, class Few>
 void attend_tile(const Call& call, const Tile<typename Few::Number>* heads, bool has_next, int64_t tile_start,
                  Rows<Products>& rows) {
@@ -210,20 +244,17 @@ void attend_tile(const Call& call, const Tile<typename Few::Number>* heads, bool
     }
     for (int row = 0; row < rows.num_all(); row += LANES)
         store(rows.corrections + row, exponential(load(rows.corrections + row)));
-    for (int i = 0; i < num_blocks; i++) {
-        const float* value_scales = reader.value_scales(call, blocks[i].head);
-        for (int row = blocks[i].first; row < blocks[i].first + blocks[i].num_rows; row++)
-            if (rows.span(call, tile_start, row).is_empty())
-                std::memset(rows.weights + row * KEY_TILE, 0, KEY_TILE * sizeof *rows.weights);
-            else
-                weigh<Products>(rows.scores + row * KEY_TILE, blocks[i].num_vectors(), value_scales, rows.maxima[row],
-                                rows.corrections[row], rows.lane_totals + row * LANES, rows.weights + row * KEY_TILE);
-    }
+    const auto weighing = [&](const Block& block) {
+        return Weighing<Products, Few>(call, reader, rows, block, tile_start);
+    };
+    if (num_blocks > 0) weighing(blocks[0]).finish();
     for (int i = 0; i < num_blocks; i++) {
         const Block& block = blocks[i];
+        Weighing<Products, Few> beside = i + 1 < num_blocks ? weighing(blocks[i + 1]) : weighing({block.head, 0, 0, 0});
         reader.mix(call, block.head, next_of(block), block.num_rows, block.num_keys,
                    rows.weights + block.first * KEY_TILE, rows.corrections + block.first,
-                   rows.sums + block.first * row_size);
+                   rows.sums + block.first * row_size, beside);
+        beside.finish();
     }
 }
 

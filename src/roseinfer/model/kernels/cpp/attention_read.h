@@ -24,9 +24,10 @@ struct PlainReader {
                float* scores) const {
         Products::score(call, heads[head], next, num_rows, num_vectors, q, scores);
     }
+    template <class Beside>
     void mix(const Call& call, int head, const Pages* next, int num_rows, int last, const Operand* weights,
-             const float* corrections, float* sums) const {
-        Products::mix(call, heads[head], next, num_rows, last, weights, corrections, sums);
+             const float* corrections, float* sums, Beside& beside) const {
+        Products::mix(call, heads[head], next, num_rows, last, weights, corrections, sums, beside);
     }
     const float* key_scales(const Call&, int) const { return nullptr; }
     const float* value_scales(const Call&, int) const { return nullptr; }
@@ -76,12 +77,13 @@ struct BytesReader {
         widen_pages(call, heads[head].keys, next ? next->keys : nullptr, tile.keys);
         Products::score(call, tile, nullptr, num_rows, num_vectors, q, scores);
     }
+    template <class Beside>
     void mix(const Call& call, int head, const Pages* next, int num_rows, int last, const Operand* weights,
-             const float* corrections, float* sums) {
+             const float* corrections, float* sums, Beside& beside) {
         if constexpr (Few::MAX_ROWS > 0)
-            if (are_few) return Few::mix(call, heads[head], next, num_rows, last, weights, corrections, sums);
+            if (are_few) return Few::mix(call, heads[head], next, num_rows, last, weights, corrections, sums, beside);
         widen_pages(call, heads[head].values, next ? next->values : nullptr, tile.values);
-        Products::mix(call, tile, nullptr, num_rows, last, weights, corrections, sums);
+        Products::mix(call, tile, nullptr, num_rows, last, weights, corrections, sums, beside);
     }
     const float* key_scales(const Call& call, int head) {
         return find_scales(call, heads[head].keys, call.keys, call.key_scales);

@@ -253,8 +253,9 @@ struct Registers : Type {
     }
 
     // sums [num_rows, padded head_dim] corrected, and the weighted values added
+    template <class Beside>
     static void mix(const Call& call, const Tile<Number>& tile, const Tile<Number>* next, int num_rows, int num_keys,
-                    const Operand* weights, const float* corrections, float* sums) {
+                    const Operand* weights, const float* corrections, float* sums, Beside&) {
         if (num_rows == 1) mix_tile<Type, 1>(call, tile, next, num_keys, weights, corrections, sums);
         if (num_rows == 2) mix_tile<Type, 2>(call, tile, next, num_keys, weights, corrections, sums);
         if (num_rows == 3) mix_tile<Type, 3>(call, tile, next, num_keys, weights, corrections, sums);

@@ -91,9 +91,13 @@ struct Tiles : BFloat16 {
         settle_memory();
     }
 
+    // `beside` takes a step after each few products: vectors and tiles are multiplied at the same time.
+    template <class Beside>
     static void mix(const Call& call, const Tile<Number>& tile, const Tile<Number>* next, int num_rows, int num_keys,
-                    const Operand* weights, const float* corrections, float* sums) {
+                    const Operand* weights, const float* corrections, float* sums, Beside& beside) {
         const int64_t row_size = call.head_dim;
+        const int num_steps = int((row_size + 4 * LANES - 1) / (4 * LANES)) * ((num_keys + TILE_KEYS - 1) / TILE_KEYS);
+        const int rows_of_step = (MAX_ROWS + num_steps - 1) / num_steps;
         for (int row = 0; row < num_rows; row++) {
             if (corrections[row] == 1.0f) continue;
             for (int64_t dim = 0; dim < row_size; dim += LANES) {
@@ -103,16 +107,19 @@ struct Tiles : BFloat16 {
         }
         settle_memory();
         int64_t dim = 0;
-        for (; dim + 4 * LANES <= row_size; dim += 4 * LANES) mix_dims<4>(call, tile, next, num_keys, dim, weights, sums);
-        if (dim < row_size) mix_dims<2>(call, tile, next, num_keys, dim, weights, sums);
+        const auto mix_some = [&](auto num_vectors) {
+            mix_dims<num_vectors>(call, tile, next, num_keys, dim, weights, sums, beside, rows_of_step);
+        };
+        for (; dim + 4 * LANES <= row_size; dim += 4 * LANES) mix_some(std::integral_constant<int, 4>());
+        if (dim < row_size) mix_some(std::integral_constant<int, 2>());
         settle_memory();
     }
 
 private:
     // Registers dim.. of the sums, NUM_VECTORS of each row: two or four.
-    template <int NUM_VECTORS>
+    template <int NUM_VECTORS, class Beside>
     static void mix_dims(const Call& call, const Tile<Number>& tile, const Tile<Number>* next, int num_keys,
-                         int64_t dim, const Operand* weights, float* sums) {
+                         int64_t dim, const Operand* weights, float* sums, Beside& beside, int rows_of_step) {
         constexpr int VECTOR = LANES * STEP;
         const int64_t sum_bytes = call.head_dim * sizeof(float), row_bytes = call.head_dim * STEP * sizeof(Number);
         sums += dim;
@@ -129,6 +136,7 @@ private:
             _tile_dpbf16ps(0, 5, 7);
             _tile_loadd(7, values + VECTOR, row_bytes);
             _tile_dpbf16ps(1, 5, 7);
+            beside.step(rows_of_step);
             if (NUM_VECTORS > 2) {
                 _tile_loadd(7, values + 2 * VECTOR, row_bytes);
                 _tile_dpbf16ps(2, 5, 7);

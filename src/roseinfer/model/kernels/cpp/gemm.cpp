@@ -67,23 +67,24 @@ struct Pending {
     const uint8_t* sums;  // of the next row, in the first of two columns of tiles
     const float* scale;   // of an int8 row
     Out* out;
-    int64_t row, end, row_step;  // of outputs
-    int64_t count;               // of outputs side by side
+    int64_t row = 0, end = 0, row_step;  // of outputs
+    int64_t count;                       // of outputs side by side
     bool is_streamed;
     Floats scales[2], bias[2];
 
-    // Of sums [row tile][two columns] of a panel, from row `first` on. Streamed outputs are whole lines, and pass the caches
-    // by: a store that waits for its line would hold up sums that are stored, and read again, after it.
-    Pending(const Linear& linear, const Rows& rows, const uint8_t* sums, int64_t first, int64_t num_rows, int64_t panel,
-            Out* to, bool is_streamed)
-        : sums(sums),
-          scale(rows.scales + first),
-          out(to + first * linear.num_outputs + panel * kSide),
-          row(0),
-          end(num_rows),
-          row_step(linear.num_outputs),
-          count(std::min(kSide, linear.num_outputs - panel * kSide)),
-          is_streamed(is_streamed) {
+    // Takes sums [row tile][two columns] of a panel, from row `first` on. Streamed outputs are whole lines, and pass the caches
+    // by: a store that waits for its line would hold up sums that are stored, and read again, after it. For the same reason
+    // no object is copied here: a copy is read in wider words than have just been written, which must be in the cache first.
+    void take(const Linear& linear, const Rows& rows, const uint8_t* from, int64_t first, int64_t num_rows, int64_t panel,
+              Out* to, bool streams) {
+        sums = from;
+        scale = rows.scales + first;
+        out = to + first * linear.num_outputs + panel * kSide;
+        row = 0;
+        end = num_rows;
+        row_step = linear.num_outputs;
+        count = std::min(kSide, linear.num_outputs - panel * kSide);
+        is_streamed = streams;
         for (int64_t column = 0; column * kTileRows < kSide; ++column) {
             const int64_t at = panel * kSide + column * kTileRows;
             const int64_t here = std::max<int64_t>(0, count - column * kTileRows);
@@ -91,7 +92,22 @@ struct Pending {
             bias[column] = linear.bias ? load_first(linear.bias + at, here) : zeros();
         }
     }
-    Pending() : row(0), end(0) {}
+
+    Pending() = default;
+    Pending(const Pending& other)
+        : sums(other.sums),
+          scale(other.scale),
+          out(other.out),
+          row(other.row),
+          end(other.end),
+          row_step(other.row_step),
+          count(other.count),
+          is_streamed(other.is_streamed),
+          scales{other.scales[0], other.scales[1]},
+          bias{other.bias[0], other.bias[1]} {}
+
+    // Goes on where a copy of this has come to.
+    void follow(const Pending& copy) { sums = copy.sums, scale = copy.scale, out = copy.out, row = copy.row; }
 
     // Rows that a step takes for all to be done in so many.
     int64_t rows_of_step(int64_t num_steps) const { return (kSide + num_steps - 1) / num_steps; }
@@ -160,7 +176,7 @@ void multiply_panel(const Linear& linear, const Rows& rows, int64_t first, int64
             uint8_t* of_turn = sums + (num_chunks > 1 ? turn : 0) * 4 * kTileBytes;
             multiply_block<T>(at, num_together, num_columns, chunk == 0, of_turn, pending);
             at.ahead += at.num_ahead * kLineBytes * at.num_tiles;
-            if (is_last) pending = {linear, rows, of_turn, row, std::min(kSide, end - row), panel, out, is_streamed};
+            if (is_last) pending.take(linear, rows, of_turn, row, std::min(kSide, end - row), panel, out, is_streamed);
         }
     }
 }
@@ -224,7 +240,9 @@ void multiply_few(const Linear& linear, const Rows& rows, Pieces& pieces, Out* o
         const bool is_whole = linear.num_outputs - panel * kSide > kTileRows;
         if (is_whole) multiply_in_registers<num_rows, 2>(rows, column, num_tiles, surplus, sums);
         else multiply_in_registers<num_rows, 1>(rows, column, num_tiles, surplus, sums);
-        Pending<int8_t, Out, activation>(linear, rows, sums, 0, num_rows, panel, out, false).step(kSide);
+        Pending<int8_t, Out, activation> pending;
+        pending.take(linear, rows, sums, 0, num_rows, panel, out, false);
+        pending.step(kSide);
     }
 }
 

@@ -69,8 +69,11 @@ inline void ask_for_ahead(Operands& at) {
 // is left to do with other sums runs beside the products of these. The columns stay in the nearest cache for more rows;
 // what is read once passes it by.
 template <typename T, int kRowTiles, int kColumns, typename Pending>
-__attribute__((noinline)) void multiply_tiles(Operands at, bool is_first, uint8_t* sums, Pending& pending) {
+__attribute__((noinline)) void multiply_tiles(const Operands& operands, bool is_first, uint8_t* sums, Pending& pending) {
     constexpr bool kIsSquare = kRowTiles == 2 && kColumns == 2;
+    // Part by part, into registers: a wider read would wait until its parts, and the tiles stored before, are in the cache.
+    Operands at = {operands.rows,        operands.row_step,  operands.rows_step, operands.column,
+                   operands.column_step, operands.num_tiles, operands.ahead,     operands.num_ahead};
     if (is_first) {
         _tile_zero(0);
         if constexpr (kColumns > 1) _tile_zero(1);
@@ -98,7 +101,7 @@ __attribute__((noinline)) void multiply_tiles(Operands at, bool is_first, uint8_
         at.column += kTileBytes;
         at.rows += at.row_step;
     }
-    pending = beside;
+    pending.follow(beside);
     _tile_stored(0, sums, kLineBytes);
     if constexpr (kColumns > 1) _tile_stored(1, sums + kTileBytes, kLineBytes);
     if constexpr (kRowTiles > 1) _tile_stored(2, sums + 2 * kTileBytes, kLineBytes);
