@@ -73,8 +73,7 @@ struct Pending {
     Floats scales[2], bias[2];
 
     // Takes sums [row tile][two columns] of a panel, from row `first` on. Streamed outputs are whole lines, and pass the caches
-    // by: a store that waits for its line would hold up sums that are stored, and read again, after it. For the same reason
-    // no object is copied here: a copy is read in wider words than have just been written, which must be in the cache first.
+    // by: a store that waits for its line would hold up sums that are stored, and read again, after it.
     void take(const Linear& linear, const Rows& rows, const uint8_t* from, int64_t first, int64_t num_rows, int64_t panel,
               Out* to, bool streams) {
         sums = from;
@@ -94,6 +93,8 @@ struct Pending {
     }
 
     Pending() = default;
+
+    // Part by part, as in `multiply_tiles`.
     Pending(const Pending& other)
         : sums(other.sums),
           scale(other.scale),
