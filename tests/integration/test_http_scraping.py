@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import logging
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
@@ -28,6 +29,7 @@ PROMETHEUS = (
 )
 PICKER = b"GET /metrics/load HTTP/1.1\r\nHost: 10.0.0.7\r\nUser-Agent: Go\r\nAccept-Encoding: gzip\r\n\r\n"
 PLAIN = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+MORE_THAN_BUFFERS = 20_000_000  # bytes: a kernel holds four megabytes for a sender that is not read, or sixteen
 
 
 class Pages:
@@ -103,6 +105,11 @@ def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
     monkeypatch.setattr(listener, "Connection", Noting)
     return handed
+
+
+def hold_little(writer: asyncio.StreamWriter) -> None:
+    """Have the kernel hold a megabyte at most that this client has not read; else dozens."""
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1_000_000)
 
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
@@ -246,8 +253,9 @@ async def test_a_connection_that_cannot_go_is_answered_by_aiohttp(handed_over: l
 
 async def test_the_next_page_follows_one_that_is_read_slowly() -> None:
     pages = Pages()
-    pages.size = 5_000_000
+    pages.size = MORE_THAN_BUFFERS
     async with pages.server() as server, connected(server) as (reader, writer):
+        hold_little(writer)
         writer.write(PLAIN)
         await pages.was_asked.wait()
         await asyncio.sleep(0.05)
@@ -293,8 +301,9 @@ async def test_a_scraper_that_leaves_or_does_not_read_holds_nothing() -> None:
         await pages.until_no_connections(server)
         pages.may_answer.set()
         pages.was_asked.clear()
-        pages.size = 20_000_000
+        pages.size = MORE_THAN_BUFFERS
         async with connected(server) as (reader, writer):
+            hold_little(writer)
             writer.write(PLAIN)
             await pages.was_asked.wait()
             await pages.until_no_connections(server)
