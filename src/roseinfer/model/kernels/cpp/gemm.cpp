@@ -2,8 +2,9 @@
 // x and of W.
 //
 // An output is one chain of tile products over k, in ascending order, each into the sum of the ones before it. Rows and
-// columns of a tile do not mix. So an output's bits depend on its row of x and its row of W alone: not on the number of
-// rows, on their order, or on the threads, which share out columns and rows and never k.
+// columns of a tile do not mix, and a row that is computed without tiles has the same sums. So an output's bits depend on
+// its row of x and its row of W alone: not on the number of rows, on their order, or on the threads, which share out
+// columns and rows and never k.
 //
 // Packed weight: for each 16 outputs, one below the other, a tile for each 64 bytes of k. Tile row r holds, for each
 // output, the 4 bytes of k that follow 4 r: the layout of the tile product's right operand. Everything past the
@@ -24,13 +25,13 @@
 namespace {
 
 constexpr int64_t kSide = 2 * kTileRows;  // a panel is so many outputs: two columns of tiles
-constexpr int64_t kChunk = 16;            // tiles of k after which, of more than 16 rows, the next ones take their turn:
+constexpr int64_t kChunk = 16;            // tiles of k after which, of more than 64 rows, the next ones take their turn:
                                           // the panel's 32 KiB stay in the nearest cache meanwhile
 constexpr int64_t kRowsBytes = 1 << 20;   // packed rows that stay in the second cache while panels go by
 constexpr int64_t kMaxRows = 512;         // of them
 constexpr int64_t kAhead = 2048;          // bytes before their use that lines of a column are prefetched
-constexpr int64_t kFewRows = 2;           // that each thread packs for itself, sooner than it would meet the others; in int8
-                                          // they are multiplied in registers
+constexpr int64_t kFewRows = 2;           // that each thread packs for itself, sooner than it would meet the others
+constexpr int64_t kFewCopies = 128;       // the same, of rows that all threads together pack and that are not quantised
 constexpr int64_t kWorthThreads = 64;     // tiles; below, waking a thread costs more than it saves
 
 // A linear layer: _TileDescriptor of layers/packed_linear.py.
@@ -155,7 +156,7 @@ void multiply_panel(const Linear& linear, const Rows& rows, int64_t first, int64
     const int64_t num_tiles = num_tiles_of_k<T>(linear.num_inputs);
     const int64_t num_columns = linear.num_outputs - panel * kSide > kTileRows ? 2 : 1;
     const int64_t num_row_tiles = (end - first + kTileRows - 1) / kTileRows, num_turns = (num_row_tiles + 1) / 2;
-    const int64_t num_chunks = num_row_tiles == 1 ? 1 : (num_tiles + kChunk - 1) / kChunk;
+    const int64_t num_chunks = num_turns <= 2 ? 1 : (num_tiles + kChunk - 1) / kChunk;
     Operands at = {};
     at.row_step = rows.per_tile * kLineBytes;
     at.rows_step = num_tiles * at.row_step;
@@ -182,66 +183,125 @@ void multiply_panel(const Linear& linear, const Rows& rows, int64_t first, int64
     }
 }
 
-// sums [two columns][16 rows] = a few rows of int8 times the columns, in registers: of so few, tiles are mostly empty, and
-// memory is read faster without them. The instruction takes bytes of the weight unsigned, so 128 is added to them, and
-// `surplus`, 128 times the sum of each row, is taken away: the sums are those of tiles.
-template <int num_rows, int num_columns>
+// Rows up to which registers are faster than tiles, which are then mostly empty.
+template <typename T>
+constexpr int64_t kRowsInRegisters = sizeof(T) == 1 ? 2 : 1;
+
+// The sums of one row and 16 outputs, in registers, with the bits that tiles give them.
+template <typename T>
+struct Sums;
+
+// The instruction takes bytes of the weight unsigned, so 128 is added to them, and the sums begin with what that is too much.
+template <>
+struct Sums<int8_t> {
+    __m512i chains[2];  // of which neighbours do not wait for each other
+
+    void begin(int32_t surplus) { chains[0] = _mm512_set1_epi32(-surplus), chains[1] = _mm512_setzero_si512(); }
+    void begin_tile() {}
+    void add(int word, __m512i weights, __m512i values) {
+        const __m512i unsigned_weights = _mm512_xor_si512(weights, _mm512_set1_epi8(-128));
+        chains[word % 2] = _mm512_dpbusd_epi32(chains[word % 2], unsigned_weights, values);
+    }
+    void end_tile() {}
+    __m512i end() const { return _mm512_add_epi32(chains[0], chains[1]); }
+};
+
+// Intel's manual, TDPBF16PS: even and odd inputs of a tile are added up from zero, each in order and rounded each time, and
+// then their two sums, and that to what there was; denormal numbers count as zero.
+template <>
+struct Sums<bfloat16> {
+    Floats sum, even, odd;
+
+    void begin(int32_t) { sum = zeros(); }
+    void begin_tile() { even = odd = zeros(); }
+    void add(int, __m512i weights, __m512i values) {
+        even = multiply_add(lower_bfloat16(weights), lower_bfloat16(values), even);
+        odd = multiply_add(upper_bfloat16(weights), upper_bfloat16(values), odd);
+    }
+    void end_tile() { sum = sum + (even + odd); }
+    __m512i end() const { return _mm512_castps_si512(sum); }
+};
+
+// While it lives, this thread takes and makes denormal numbers as zero, as tiles do. Compilers move arithmetic past it, but no
+// call of a function that they do not see through.
+class DenormalsAreZero {
+public:
+    DenormalsAreZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | 0x40); }
+    ~DenormalsAreZero() { _mm_setcsr(before_); }
+
+private:
+    const unsigned before_;
+};
+
+// sums [two columns][16 rows] = rows times the columns, in registers.
+template <typename T, int num_rows, int num_columns>
 __attribute__((noinline)) void multiply_in_registers(const Rows& rows, const uint8_t* column, int64_t num_tiles,
-                                                     const int32_t* surplus, uint8_t* sums) {
-    constexpr int kChains = 2;  // of which neighbours do not wait for each other
-    const __m512i unsigned_bytes = _mm512_set1_epi8(-128);
-    __m512i chains[num_columns][num_rows][kChains] = {};
+                                                     const int32_t* surplus, uint8_t* to) {
+    Sums<T> sums[num_columns][num_rows];
+    for (auto& side : sums) {
+        for (int row = 0; row < num_rows; ++row) side[row].begin(surplus[row]);
+    }
     const uint8_t* x = rows.tiles;
     for (int64_t tile = 0; tile < num_tiles; ++tile, x += num_rows * kLineBytes, column += kTileBytes) {
+        for (auto& side : sums) {
+            for (auto& sum : side) sum.begin_tile();
+        }
 #pragma GCC unroll 16
         for (int word = 0; word < kTileRows; ++word) {
 #pragma GCC unroll 2
             for (int side = 0; side < num_columns; ++side) {
                 const uint8_t* line = column + side * num_tiles * kTileBytes + word * kLineBytes;
                 prefetch_to_level2(line + kAhead);
-                const __m512i weights = _mm512_xor_si512(_mm512_loadu_si512(line), unsigned_bytes);
+                const __m512i weights = _mm512_loadu_si512(line);
 #pragma GCC unroll 2
                 for (int row = 0; row < num_rows; ++row) {
                     int32_t values;
                     std::memcpy(&values, x + row * kLineBytes + word * sizeof values, sizeof values);
-                    __m512i& chain = chains[side][row][word % kChains];
-                    chain = _mm512_dpbusd_epi32(chain, weights, _mm512_set1_epi32(values));
+                    sums[side][row].add(word, weights, _mm512_set1_epi32(values));
                 }
             }
+        }
+        for (auto& side : sums) {
+            for (auto& sum : side) sum.end_tile();
         }
     }
     for (int side = 0; side < num_columns; ++side) {
         for (int row = 0; row < num_rows; ++row) {
-            __m512i sum = _mm512_sub_epi32(chains[side][row][0], _mm512_set1_epi32(surplus[row]));
-            for (int chain = 1; chain < kChains; ++chain) sum = _mm512_add_epi32(sum, chains[side][row][chain]);
-            _mm512_storeu_si512(sums + side * kTileBytes + row * kLineBytes, sum);
+            _mm512_storeu_si512(to + side * kTileBytes + row * kLineBytes, sums[side][row].end());
         }
     }
 }
 
-// Panels of a few rows of int8.
-template <int num_rows, Activation activation, typename Out>
-void multiply_few(const Linear& linear, const Rows& rows, Pieces& pieces, Out* out) {
-    if constexpr (num_rows > 1) {
-        if (rows.count < num_rows) return multiply_few<num_rows - 1, activation>(linear, rows, pieces, out);
+// 128 times the sum of a row's bytes.
+int32_t surplus_of(const Rows& rows, int64_t row, int64_t num_tiles) {
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+        const __m512i values = _mm512_loadu_si512(rows.tiles + (tile * rows.count + row) * kLineBytes);
+        sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(-128), values);
     }
-    const int64_t num_tiles = num_tiles_of_k<int8_t>(linear.num_inputs);
-    int32_t surplus[num_rows];
-    for (int row = 0; row < num_rows; ++row) {
-        __m512i sum = _mm512_setzero_si512();
-        for (int64_t tile = 0; tile < num_tiles; ++tile) {
-            const __m512i values = _mm512_loadu_si512(rows.tiles + (tile * num_rows + row) * kLineBytes);
-            sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(-128), values);
-        }
-        surplus[row] = _mm512_reduce_add_epi32(sum);
+    return _mm512_reduce_add_epi32(sum);
+}
+
+template <typename T, int num_rows, Activation activation, typename Out>
+void multiply_panels_in_registers(const Linear& linear, const Rows& rows, Pieces& pieces, Out* out) {
+    if constexpr (num_rows > 1) {
+        if (rows.count < num_rows) return multiply_panels_in_registers<T, num_rows - 1, activation>(linear, rows, pieces, out);
+    }
+    const int64_t num_tiles = num_tiles_of_k<T>(linear.num_inputs);
+    int32_t surplus[num_rows] = {};
+    if constexpr (sizeof(T) == 1) {
+        for (int row = 0; row < num_rows; ++row) surplus[row] = surplus_of(rows, row, num_tiles);
     }
     alignas(64) uint8_t sums[2 * kTileBytes];
     for (int64_t panel; pieces.take(&panel);) {
         const uint8_t* column = linear.weight + panel * 2 * num_tiles * kTileBytes;
         const bool is_whole = linear.num_outputs - panel * kSide > kTileRows;
-        if (is_whole) multiply_in_registers<num_rows, 2>(rows, column, num_tiles, surplus, sums);
-        else multiply_in_registers<num_rows, 1>(rows, column, num_tiles, surplus, sums);
-        Pending<int8_t, Out, activation> pending;
+        {
+            const DenormalsAreZero scope;
+            if (is_whole) multiply_in_registers<T, num_rows, 2>(rows, column, num_tiles, surplus, sums);
+            else multiply_in_registers<T, num_rows, 1>(rows, column, num_tiles, surplus, sums);
+        }
+        Pending<T, Out, activation> pending;
         pending.take(linear, rows, sums, 0, num_rows, panel, out, false);
         pending.step(kSide);
     }
@@ -305,7 +365,7 @@ void multiply_rows(const Linear& linear, const In* x, int64_t num_rows, Out* out
     const int64_t num_panels = (linear.num_outputs + kSide - 1) / kSide;
     const int64_t per_tile = std::min(kTileRows, num_rows), row_step = per_tile * kLineBytes;
     const int64_t rows_step = num_tiles * row_step;
-    const bool is_few = num_rows <= kFewRows;
+    const bool is_few = num_rows <= kFewRows || (sizeof(T) > 1 && num_rows * omp_get_max_threads() <= kFewCopies);
     const auto take = [&] {
         uint8_t* tiles = packed_rows.take((num_rows + kTileRows - 1) / kTileRows * rows_step);
         return Rows{tiles, reinterpret_cast<float*>(row_scales.take(num_rows * sizeof(float))), num_rows, per_tile};
@@ -327,8 +387,8 @@ void multiply_rows(const Linear& linear, const In* x, int64_t num_rows, Out* out
             for (int64_t row = 0; row < num_rows; ++row) pack(rows, row);
         }
         with_activation(linear.activation, [&](auto activation) {
-            if constexpr (sizeof(T) == 1) {
-                if (is_few) return multiply_few<kFewRows, activation.value>(linear, rows, pieces, out);
+            if (num_rows <= kRowsInRegisters<T>) {
+                return multiply_panels_in_registers<T, kRowsInRegisters<T>, activation.value>(linear, rows, pieces, out);
             }
             const TileScope scope(per_tile);
             multiply_units<T, activation.value>(linear, rows, at_once, pieces, out);
