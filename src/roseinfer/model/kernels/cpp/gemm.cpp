@@ -196,7 +196,10 @@ template <>
 struct Sums<int8_t> {
     __m512i chains[2];  // of which neighbours do not wait for each other
 
-    void begin(int32_t surplus) { chains[0] = _mm512_set1_epi32(-surplus), chains[1] = _mm512_setzero_si512(); }
+    void begin(int32_t surplus) {
+        chains[1] = _mm512_setzero_si512();
+        chains[0] = _mm512_sub_epi32(chains[1], _mm512_set1_epi32(surplus));
+    }
     void begin_tile() {}
     void add(int word, __m512i weights, __m512i values) {
         const __m512i unsigned_weights = _mm512_xor_si512(weights, _mm512_set1_epi8(-128));
@@ -226,7 +229,7 @@ struct Sums<bfloat16> {
 // call of a function that they do not see through.
 class DenormalsAreZero {
 public:
-    DenormalsAreZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | 0x40); }
+    DenormalsAreZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }
     ~DenormalsAreZero() { _mm_setcsr(before_); }
 
 private:
