@@ -50,9 +50,9 @@ def actors_of(pid: int) -> list[int]:
     return [child for child in descendants(pid) if words_of(child)[0].startswith("ray::MapWorker")]
 
 
-def engine_of(actor: int) -> int:
-    [engine] = [child for child in descendants(actor) if words_of(child)[-3:-1] == ["engine", "--fd"]]
-    return engine
+def engines_of(actor: int) -> list[int]:
+    """The process of its engine, once there is one."""
+    return [child for child in descendants(actor) if words_of(child)[-3:-1] == ["engine", "--fd"]]
 
 
 LOOPBACK = {"0100007F", 24 * "0" + "01000000", 16 * "0" + "FFFF00000100007F"}  # of IPv4, IPv6, and the one in the other
@@ -78,17 +78,18 @@ def test_a_batch_on_two_actors_is_that_of_one_engine_although_both_lose_theirs(t
     source, output = write(tmp_path / "in.jsonl", given), tmp_path / "ray.jsonl"
     few = ("--runner.num-threads", "1", "--max-num-seqs", "4")
     command = [sys.executable, "-m", "roseinfer", "batch", "--input", str(source), "--output", str(output), *few]
-    journal, actors = tmp_path / "ray.jsonl.partial", list[int]()
+    journal, actors, engines = tmp_path / "ray.jsonl.partial", list[int](), list[int]()
     with subprocess.Popen([*command, "--ray-engines", "2"], env=environment(), stdout=subprocess.PIPE) as process:
         try:
             deadline = time.monotonic() + TIMEOUT_S
-            while len(actors) < 2 or journal.read_bytes().count(b"\n") < 3:
+            while len(actors) < 2 or not engines or journal.read_bytes().count(b"\n") < 3:
                 assert process.poll() is None
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
                 actors = actors_of(process.pid)
+                engines = engines_of(actors[0]) if actors else []
             assert listened_at([process.pid, *descendants(process.pid)]) <= LOOPBACK
-            os.kill(engine_of(actors[0]), signal.SIGKILL)
+            os.kill(engines[0], signal.SIGKILL)
             os.kill(actors[1], signal.SIGKILL)
             said = process.communicate(timeout=TIMEOUT_S)[0].decode()
         finally:
