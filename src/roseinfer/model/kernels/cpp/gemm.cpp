@@ -31,7 +31,8 @@ constexpr int64_t kRowsBytes = 1 << 20;   // packed rows that stay in the second
 constexpr int64_t kMaxRows = 512;         // of them
 constexpr int64_t kAhead = 2048;          // bytes before their use that lines of a column are prefetched
 constexpr int64_t kFewRows = 2;           // that each thread packs for itself, sooner than it would meet the others
-constexpr int64_t kFewCopies = 128;       // the same, of rows that all threads together pack and that are not quantised
+constexpr int64_t kFewCopies = 128;       // of rows that are not quantised, by all threads together, up to which each thread
+                                          // packs for itself too; measured with two threads
 constexpr int64_t kWorthThreads = 64;     // tiles; below, waking a thread costs more than it saves
 
 // A linear layer: _TileDescriptor of layers/packed_linear.py.
@@ -226,7 +227,7 @@ struct Sums<bfloat16> {
 };
 
 // While it lives, this thread takes and makes denormal numbers as zero, as tiles do. Compilers move arithmetic past it, but no
-// call of a function that they do not see through.
+// call that is not inlined.
 class DenormalsAreZero {
 public:
     DenormalsAreZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }
