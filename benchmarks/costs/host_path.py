@@ -93,9 +93,6 @@ class IdleModel:
     def forward(self, token_ids: torch.Tensor, *_: object) -> torch.Tensor:
         return torch.zeros(len(token_ids), 1)
 
-    def final_norm(self, hidden: torch.Tensor, /) -> torch.Tensor:
-        return hidden
-
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return torch.zeros(len(hidden), VOCAB_SIZE)
 

@@ -146,10 +146,9 @@ def _layers(model: Model, step: Step, gpu: Gpu) -> Iterator[Node]:
 def _end(model: Model, step: Step) -> Iterator[Node]:
     """From the residual stream to sampled tokens."""
     num_samples, width = step.num_samples, model.width
-    yield Node("last sum", 1, (8 + NUM_BYTES) * step.num_tokens * width)
+    yield Node("last norm", 1, (8 + 2 * NUM_BYTES) * step.num_tokens * width)
     if not step.is_decode:
-        yield Node("rows that sample", 1, 8 * num_samples * width)
-    yield Node("last norm", 1, (4 + NUM_BYTES) * num_samples * width)
+        yield Node("rows that sample", 1, 2 * NUM_BYTES * num_samples * width)
     head = _product("head", 1, num_samples, width, model.vocab_size)
     yield head._replace(num_bytes=head.num_bytes + (4 - NUM_BYTES) * num_samples * model.vocab_size)
     yield Node("sampling by pieces", 1, 4 * num_samples * model.vocab_size)

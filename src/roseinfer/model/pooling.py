@@ -13,21 +13,20 @@ import torch
 
 from roseinfer.engine.core.batch import POOLED_UNIT, Int32Array, Pooled, PooledRow
 from roseinfer.messages import EmbeddingInfo, Pooling
-from roseinfer.model.families.causal_lm import CausalLM
 
 _MODES: dict[str, Pooling] = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
 _SERVED = {"Transformer", "Pooling", "Normalize"}
 
 
-def pool(model: CausalLM, hidden: torch.Tensor, rows: Sequence[PooledRow], starts: Int32Array) -> list[torch.Tensor]:
+def pool(hidden: torch.Tensor, rows: Sequence[PooledRow], starts: Int32Array) -> list[torch.Tensor]:
     """The part [width] that each row of a step adds; a row's hidden rows are those from its start to the next one's."""
     parts = []
     for each in rows:
         start, end = int(starts[each.row]), int(starts[each.row + 1])
         if each.pooling == "last":
-            parts.append(model.final_norm(hidden[end - 1 : end])[0].float())
+            parts.append(hidden[end - 1].to(torch.float32, copy=True))
         else:
-            units = model.final_norm(hidden[start:end]).double() / POOLED_UNIT
+            units = hidden[start:end].double() / POOLED_UNIT
             parts.append(units.round().to(torch.int64).sum(0))
     return parts
 

@@ -33,6 +33,7 @@ from roseinfer.engine.core.batch import (
 from roseinfer.engine.core.stopwatch import unwatched
 from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingParams
+from roseinfer.model.attention.base import Attend
 from roseinfer.model.device_stream import CudaStream, Event, Stream, fetched_together
 from roseinfer.model.loading import LoadedModel, OnProgress, load_model
 from roseinfer.model.pooling import pool, to_host
@@ -236,7 +237,7 @@ class ModelRunner:
         self._graphs: CudaGraphs | None = None
         self._max_graph_context = loaded.max_graph_context
         is_capturable, kernels = loaded.attention.is_capturable and loaded.model.is_capturable, loaded.placement.kernels
-        self._replay = Replays(loaded.model.forward, kernels) if kernels is not None and is_capturable else None
+        self._replay = Replays(loaded.model, kernels) if kernels is not None and is_capturable else None
         if config.cuda_graphs != "off" and not stream.is_host and is_capturable:
             decode = [
                 GraphSize(num_rows, num_rows, is_decode=True) for num_rows in decode_graph_sizes(limits.max_decode_rows)
@@ -282,18 +283,21 @@ class ModelRunner:
     def _launch_eager(self, batch: ScheduledBatch, watch: Watch) -> LaunchedBatch:
         """Launch the step operation by operation."""
         slots, next_positions = _sampled(batch)
-        # Of the batch's rows: in the packed ones the drafted tokens of a sequence are one row.
-        starts = np.cumsum(np.append(np.int32(0), batch.num_new_tokens), dtype=np.int32)
         with watch("stage"):
-            pieces = self._send_scored(starts, batch.scored) if batch.scored else []
+            pieces = self._send_scored(_first_tokens(batch), batch.scored) if batch.scored else []
             step = self._staging.stage(batch, watch)
         with watch("forward"):
-            hidden = self._hidden(step)
-            scores = self._score(hidden, batch.scored, pieces) if batch.scored else None
-            pooled = pool(self._model, hidden, batch.pooled, starts) if batch.pooled else ()
-            if pooled and all(any(each.row == row for each in batch.pooled) for row in batch.samples.nonzero()[0]):
-                return self._results.fetch(self._ends(step, hidden), None, scores=scores, pooled=pooled)
-            logits = self._logits(step, hidden)
+            scores: PromptScores | None = None
+            pooled: Sequence[torch.Tensor] = ()
+            if batch.scored or batch.pooled:
+                hidden = self._hidden(step)
+                scores = self._score(hidden, batch.scored, pieces) if batch.scored else None
+                pooled = pool(hidden, batch.pooled, _first_tokens(batch))
+                if pooled and all(any(each.row == row for each in batch.pooled) for row in batch.samples.nonzero()[0]):
+                    return self._results.fetch(self._ends(step, hidden), None, scores=scores, pooled=pooled)
+                logits = self._logits_of(step, hidden)
+            else:
+                logits = self._logits(step)
         with watch("sample"):
             drafted = None if batch.drafted is None else batch.drafted[batch.samples]
             on_device = None if step.next_positions is None else (step.sampled_slots, step.next_positions)
@@ -308,10 +312,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:
-        """The forward pass alone: fills the KV cache, returns logits [rows that sample, vocab_size]."""
+        """The forward pass alone: fills the KV cache, returns logits [rows that sample, vocab_size].
+
+        They are valid until the next step.
+        """
         self._bind(batch.bindings)
         step = self._staging.stage(batch)
-        return self._logits(step, self._hidden(step))
+        return self._logits(step)
 
     def _bind(self, bindings: Iterable[SlotBinding]) -> None:
         for binding in bindings:
@@ -326,18 +333,25 @@ class ModelRunner:
                     SlotBinding(binding.slot, SamplingParams(temperature=0.0), binding.num_prompt_tokens, ())
                 )
 
+    def _logits(self, step: StagedStep) -> torch.Tensor:
+        """Run a staged step; logits [num_samples, vocab_size] of the rows that sample, valid until the next step."""
+        if self._replay is None or step.num_gathered < len(step.token_ids):
+            return self._logits_of(step, self._hidden(step))
+        return self._replay.logits(step.token_ids, step.positions, self._begin(step))[: step.num_samples]
+
     def _hidden(self, step: StagedStep) -> torch.Tensor:
         """Hidden rows of the tokens of a staged step, whose keys and values are written to the cache."""
+        return self._model.forward(step.token_ids, step.positions, self._begin(step))
+
+    def _begin(self, step: StagedStep) -> Attend:
         attend = self._attention.prepare(step.packed)
         step.gather(self._last_token)
-        is_decode = step.num_gathered == len(step.token_ids)
-        forward = self._replay if self._replay is not None and is_decode else self._model.forward
-        return forward(step.token_ids, step.positions, attend)
+        return attend
 
-    def _logits(self, step: StagedStep, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [num_samples, vocab_size] of the rows that sample, in the model's type."""
+    def _logits_of(self, step: StagedStep, hidden: torch.Tensor) -> torch.Tensor:
+        """The logits of hidden rows of a step's tokens, of those that sample."""
         if not step.num_samples:
-            return hidden.new_empty(0, self.vocab_size)
+            return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
         if step.sampled_tokens is not None:
             hidden = hidden.index_select(0, step.sampled_tokens)
         return self._model.logits(hidden)[: step.num_samples]
@@ -383,7 +397,7 @@ class ModelRunner:
             self._staging.put_last_blocks(size.num_rows)
         else:
             step = self._staging.prompt_step(size)
-        logits = self._logits(step, self._hidden(step))
+        logits = self._logits(step)
         assert step.next_positions is not None
         tokens = self._sampler.sample_captured(logits, step.sampled_slots, step.next_positions)
         self._last_token.index_copy_(0, step.sampled_slots, tokens.clamp(min=0))
@@ -505,6 +519,11 @@ class ModelRunner:
             for num_rows in sorted({padded_rows(count) for count in range(1, min(limit, _MAX_WARM_ROWS) + 1)}):
                 for linear in linears:
                     linear.warm_up(num_rows)
+
+
+def _first_tokens(batch: ScheduledBatch) -> Int32Array:
+    """Index of each row's first token, drafted tokens being rows of their own, and then the number of all tokens."""
+    return np.cumsum(np.append(np.int32(0), batch.num_new_tokens), dtype=np.int32)
 
 
 def _sampled(batch: ScheduledBatch) -> tuple[Int32Array, Int32Array]:

@@ -128,7 +128,7 @@ class Player:
         sample = runner._sampler.sample
 
         def recording(logits: torch.Tensor, *others: Any) -> Any:
-            self.logits = logits
+            self.logits = logits.clone()  # a replayed step writes to the same memory
             return sample(logits, *others)
 
         runner._sampler.sample = recording  # type: ignore[assignment, method-assign]

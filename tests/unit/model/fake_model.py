@@ -119,9 +119,6 @@ class RowModel:
         heads = x.unsqueeze(1)
         return x + attend(0, heads, heads * 0.5, heads)
 
-    def final_norm(self, hidden: torch.Tensor, /) -> torch.Tensor:
-        return hidden
-
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return (hidden.unsqueeze(1) * self._head).sum(-1)
 

@@ -23,7 +23,7 @@ class CausalLM(Protocol):
     max_positions: int
     attention_spec: AttentionSpec
     num_parameters: int
-    is_capturable: bool  # a CUDA graph can hold `forward` and `logits`, and `steps/replay.py` can repeat `forward`
+    is_capturable: bool  # a CUDA graph can hold `forward` and `logits`, and `steps/replay.py` can repeat them
     layer_linears: list[Linear]  # run with one row a token; at least one of each shape
 
     @property
@@ -31,10 +31,7 @@ class CausalLM(Protocol):
         """The linear run with one row a sampled token."""
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Ids and positions [tokens] -> hidden rows [tokens, width] float32, before the final norm."""
-
-    def final_norm(self, hidden: torch.Tensor, /) -> torch.Tensor:
-        """Hidden rows as the head takes them."""
+        """Ids and positions [tokens] -> hidden rows [tokens, width] behind the final norm, as the head takes them."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden rows [rows, width] -> logits [rows, vocab_size], float32 where linears have a choice."""

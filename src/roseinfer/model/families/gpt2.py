@@ -101,7 +101,7 @@ class GPT2:
         self._blocks = [_Block(spec, read, f"h.{layer}.") for layer in range(spec.n_layer)]
         first = self._blocks[0]
         self.layer_linears = [first.qkv, first.attention_out, first.up, first.down]
-        self.final_norm = read.norm("ln_f", spec.n_embd)
+        self._final_norm = read.norm("ln_f", spec.n_embd)
         self.num_parameters = read.num_parameters
         checkpoint.check_all_read(ignored=(*_CAUSAL_MASKS, "lm_head.weight"))
 
@@ -112,7 +112,7 @@ class GPT2:
             qkv = block.qkv(block.attention_norm(x, delta))
             q, k, v = qkv.view(x.shape[0], 3, self.attention_spec.num_heads, -1).unbind(1)
             delta = block.down(block.up(block.mlp_norm(attend(layer, q, k, v), x)))
-        return x if delta is None else x.add_(delta)
+        return self._final_norm(x, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(self.final_norm(hidden))
+        return self.head(hidden)

@@ -326,7 +326,7 @@ class Llama:
         self._blocks = [_Block(spec, read, layer) for layer in range(spec.num_hidden_layers)]
         first = self._blocks[0]
         self.layer_linears = [first.qkv, first.attention_out, first.gate_up, first.down]
-        self.final_norm = read.norm("norm", spec.hidden_size)
+        self._final_norm = read.norm("norm", spec.hidden_size)
         self.num_parameters = read.num_parameters
         checkpoint.check_all_read(ignored=(*_FREQUENCY_BUFFERS, "lm_head.weight"))
 
@@ -339,10 +339,10 @@ class Llama:
             q, k, v = block.rotate(block.qkv(block.attention_norm(x, delta)), rotation)
             normed = block.mlp_norm(attend(layer, q, k, v), x)
             delta = _times(block.down(self._gate(block.gate_up(normed))), factor)
-        return x if delta is None else x.add_(delta)
+        return self._final_norm(x, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _times(self.head(self.final_norm(hidden)), 1 / self._multipliers.logits)
+        return _times(self.head(hidden), 1 / self._multipliers.logits)
 
 
 def _times(x: torch.Tensor, factor: float) -> torch.Tensor:

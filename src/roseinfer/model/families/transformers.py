@@ -223,13 +223,9 @@ class TransformersModel:
             return self.forward(token_ids.to(device), positions.to(device), attend).float().cpu()
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Hidden rows [tokens, width] behind the final norm."""
         self._seam.attend = attend
         output = self._base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         hidden: torch.Tensor = output[0][0]
-        return hidden
-
-    def final_norm(self, hidden: torch.Tensor, /) -> torch.Tensor:
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

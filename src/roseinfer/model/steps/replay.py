@@ -1,4 +1,4 @@
-"""Records the calls of a forward pass, and replays them without the Python between them.
+"""Records the calls of a decode step, and replays them without the Python between them.
 
 The first step with a number of rows runs as it is written, and each call of a kernel and each operator of torch is
 noted, with the addresses that it was given. Later ones with as many rows repeat what was noted, on the same memory:
@@ -20,16 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from roseinfer.model.attention.base import Attend
+from roseinfer.model.families.causal_lm import CausalLM
 from roseinfer.model.kernels.library import Kernels
 
 _NUM_ARGUMENTS = 6  # of a kernel, as in kernels/cpp/replay.cpp
 _ALIGNMENT = 64
+_FEW_ROWS = 8  # whose logits a recording has too: 5 MB of a vocabulary of 152,000
 _MOST_OPERATORS = 20_000  # in all recordings, each of which takes one to two kilobytes
 _BY_REFERENCE = type(ctypes.byref(ctypes.c_int()))
 _CONVERSIONS = {"to", "_to_copy", "clone", "contiguous"}  # operators that copy their first argument
 _ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default)
-
-Forward = Callable[[torch.Tensor, torch.Tensor, Attend], torch.Tensor]  # of a `CausalLM`
 
 
 class _Call(ctypes.Structure):
@@ -87,7 +87,7 @@ class SharedMemory:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes kernels and operators while a forward pass runs."""
+    """Notes kernels and operators while a step runs."""
 
     def __init__(self, memory: SharedMemory, kernels: Kernels) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -205,32 +205,43 @@ class _Recording:
 
 
 class Replays:
-    """A forward pass that is replayed where it can be. Its result is valid until the next call."""
+    """A model's decode steps, replayed where they can be."""
 
-    def __init__(self, forward: Forward, kernels: Kernels) -> None:
-        self._forward = forward
+    def __init__(self, model: CausalLM, kernels: Kernels) -> None:
+        self._model = model
         self._kernels = kernels
         self._memory = SharedMemory()
         self._recordings: dict[int, _Recording | None] = {}  # by number of rows; None: it is not repeated
         self._num_operators = 0
 
-    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """As `CausalLM.forward`; `attend` must be of a backend whose calls serve later steps too."""
+    def logits(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Logits [rows, vocab_size] of token ids and positions [rows], valid until the next call.
+
+        `attend` must be of a backend whose calls serve later steps too.
+        """
         num_rows = len(token_ids)
         if num_rows not in self._recordings:
-            return self._record(token_ids, positions, attend)
-        recording = self._recordings[num_rows]
-        if recording is None or recording.inputs != (token_ids.data_ptr(), positions.data_ptr()):
-            return self._forward(token_ids, positions, attend)
-        for part in recording.parts:
-            part()
-        return recording.result
+            rows = self._record(token_ids, positions, attend)
+        else:
+            recording = self._recordings[num_rows]
+            if recording is None or recording.inputs != (token_ids.data_ptr(), positions.data_ptr()):
+                return self._model.logits(self._model.forward(token_ids, positions, attend))
+            for part in recording.parts:
+                part()
+            rows = recording.result
+        return rows if num_rows <= _FEW_ROWS else self._model.logits(rows)
 
     def _record(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Run the step: logits of a few rows, hidden rows of more."""
         recorder = _Recorder(self._memory, self._kernels)
+        room = self._memory.empty((_FEW_ROWS, self._model.vocab_size), torch.float32)
         with recorder, self._kernels.noting(recorder.add_call):
-            result = self._forward(token_ids, positions, attend)
+            result = self._model.forward(token_ids, positions, attend)
+            del room  # which no layer has taken: one piece is for the logits of all recordings
+            if len(token_ids) <= _FEW_ROWS:
+                result = self._model.logits(result)
         recorder.end_calls()
+        result = self._memory.address_of(result)
         num_operators, recording = self._num_operators + recorder.num_operators, None
         if recorder.is_repeatable and num_operators <= _MOST_OPERATORS:
             self._num_operators = num_operators

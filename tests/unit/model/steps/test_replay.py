@@ -1,11 +1,14 @@
 """Steps that are replayed: the same bits as steps that run as they are written, and memory that nothing else takes."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
 from roseinfer.model.device import Placement
+from roseinfer.model.families.causal_lm import CausalLM
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.layers.norm import Norm
 from roseinfer.model.steps.replay import Replays, SharedMemory
@@ -14,12 +17,33 @@ from tests.unit.model.conftest import MakePlayer, Shape, prompt_of
 from tests.unit.model.setups import LEVELS_HERE, kernels_at
 
 CPU = torch.device("cpu")
-WIDTH = 32
+WIDTH, VOCAB_SIZE = 32, 500
 
 
 @pytest.fixture(params=LEVELS_HERE)
 def kernels(request: pytest.FixtureRequest, built_kernels: BuiltKernels) -> Kernels:
     return kernels_at(request.param, built_kernels)
+
+
+class Head:
+    """Counts how often Python runs it."""
+
+    def __init__(self) -> None:
+        self.weight = torch.randn(WIDTH, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+        self.num_runs = 0
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.num_runs += 1
+        return hidden @ self.weight
+
+
+def replays_of(
+    forward: Callable[..., torch.Tensor],
+    kernels: Kernels,
+    logits: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone,
+) -> Replays:
+    model = SimpleNamespace(forward=forward, logits=logits, vocab_size=VOCAB_SIZE)
+    return Replays(cast(CausalLM, model), kernels)
 
 
 def no_attention(*_: object) -> torch.Tensor:
@@ -49,19 +73,39 @@ class Forward:
 
 def test_the_same_bits_and_no_python(kernels: Kernels) -> None:
     forward = Forward(kernels)
-    replay = Replays(forward, kernels)
+    replay = replays_of(forward, kernels)
     ids, positions = torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
     for turn in range(6):
         for num_rows in (1, 5):
             ids[:num_rows], positions[:num_rows] = (torch.arange(num_rows) + turn) % 10, turn + 1
-            found = replay(ids[:num_rows], positions[:num_rows], no_attention).clone()
+            found = replay.logits(ids[:num_rows], positions[:num_rows], no_attention).clone()
             wanted = Forward(kernels)(ids[:num_rows], positions[:num_rows], no_attention)
             assert torch.equal(found, wanted)
             torch.randn(1000)  # takes what a step that is over has freed
     assert forward.num_runs == 2
     other = ids[:5].clone()
-    assert torch.equal(replay(other, positions[:5], no_attention), forward(other, positions[:5], no_attention))
+    assert torch.equal(replay.logits(other, positions[:5], no_attention), forward(other, positions[:5], no_attention))
     assert forward.num_runs == 4, "inputs that lie elsewhere are not those of the recording"
+
+
+def test_logits_of_few_rows_are_recorded_and_of_more_computed(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roseinfer.model.steps.replay._FEW_ROWS", 3)
+    head = Head()
+    replay = replays_of(Forward(kernels), kernels, head)
+    ids, positions = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64)
+    for turn in range(3):
+        for num_rows in (1, 2, 3, 4):
+            ids[:num_rows] = torch.arange(num_rows) + turn
+            before = head.num_runs
+            found = replay.logits(ids[:num_rows], positions[:num_rows], no_attention)
+            wanted = Head()(Forward(kernels)(ids[:num_rows], positions[:num_rows], no_attention))
+            assert torch.equal(found, wanted)
+            assert head.num_runs - before == (num_rows == 4 or turn == 0)
+    sizes = sorted(map(len, replay._memory._pieces))
+    assert sizes.pop() == 3 * VOCAB_SIZE * torch.float32.itemsize, "all recordings have their logits at one place"
+    assert sizes.pop() <= 4 * WIDTH * torch.float32.itemsize
 
 
 def test_operators_with_and_without_a_form_that_writes_in_place(kernels: Kernels) -> None:
@@ -76,11 +120,11 @@ def test_operators_with_and_without_a_form_that_writes_in_place(kernels: Kernels
         chosen = torch.where(sums > 0, sums, sums.log()).to(torch.float32).contiguous()
         return torch.clamp(chosen, min=-1.0) + torch.pow(2, positions[:, None].float()) + x.argmax(-1)[:, None]
 
-    replay = Replays(forward, kernels)
+    replay = replays_of(forward, kernels)
     ids, positions = torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
     for turn in range(4):
         ids[:], positions[:] = (torch.arange(3) * 2 + turn) % 10, turn + 1
-        found, wanted = replay(ids, positions, no_attention), forward(ids, positions, None)
+        found, wanted = replay.logits(ids, positions, no_attention), forward(ids, positions, None)
         assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
 
 
@@ -91,21 +135,21 @@ def test_what_reads_numbers_back_is_not_repeated(kernels: Kernels) -> None:
         hidden = forward(token_ids, positions, attend)
         return hidden if int(token_ids[0]) else -hidden
 
-    replay = Replays(chooses, kernels)
+    replay = replays_of(chooses, kernels)
     ids, positions = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
     for token_id in (0, 1, 0):
         ids[0] = token_id
-        assert torch.equal(replay(ids, positions, no_attention), chooses(ids, positions, no_attention))
+        assert torch.equal(replay.logits(ids, positions, no_attention), chooses(ids, positions, no_attention))
     assert forward.num_runs == 6
 
 
 def test_recordings_have_few_operators(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roseinfer.model.steps.replay._MOST_OPERATORS", 20)
     forward = Forward(kernels)
-    replay = Replays(forward, kernels)
+    replay = replays_of(forward, kernels)
     ids, positions = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64)
     for num_rows in (1, 4, 1, 4):  # a recording has 15
-        found = replay(ids[:num_rows], positions[:num_rows], no_attention).clone()
+        found = replay.logits(ids[:num_rows], positions[:num_rows], no_attention).clone()
         assert torch.equal(found, Forward(kernels)(ids[:num_rows], positions[:num_rows], no_attention))
     assert forward.num_runs == 3, "one row is recorded, four have no room beside it"
 
@@ -119,11 +163,11 @@ def test_operators_share_the_memory_of_what_is_gone(kernels: Kernels) -> None:
             x = x + torch.softmax((x @ weight).t(), 0).t()  # of which one comes out with strides of its own
         return x
 
-    replay = Replays(deep, kernels)
+    replay = replays_of(deep, kernels)
     ids, positions = torch.zeros(5, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
     for turn in range(4):
         positions += turn
-        assert torch.equal(replay(ids, positions, no_attention), deep(ids, positions, no_attention))
+        assert torch.equal(replay.logits(ids, positions, no_attention), deep(ids, positions, no_attention))
     assert len(replay._memory._pieces) <= 5
 
 
