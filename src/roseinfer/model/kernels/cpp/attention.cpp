@@ -228,18 +228,21 @@ void attend_tile(const Call& call, const Tile<typename Few::Number>* heads, bool
         const bool is_followed = has_next || block.head + 1 < rows.num_heads;
         return is_followed && block.is_first_of_head(rows.num_rows) ? &heads[block.head + 1] : nullptr;
     };
-    for (int i = 0; i < num_blocks; i++) {
-        const Block& block = blocks[i];
-        const float* key_scales = reader.key_scales(call, block.head);
-        reader.score(call, block.head, next_of(block), block.num_rows, block.num_vectors(),
-                     rows.q + block.first * call.head_dim, rows.scores + block.first * KEY_TILE);
-        for (int row = block.first; row < block.first + block.num_rows; row++) {
-            const Span span = rows.span(call, tile_start, row);
-            const float so_far = rows.maxima[row];
-            if (!span.is_empty())
-                rows.maxima[row] = hide(rows.scores + row * KEY_TILE, span, block.num_vectors(), key_scales,
-                                        call.scale, call.softcap, so_far);
-            rows.corrections[row] = rows.maxima[row] == so_far ? 0.0f : so_far - rows.maxima[row];
+    {
+        const typename Products::ScoreScope registers(rows.num_rows);
+        for (int i = 0; i < num_blocks; i++) {
+            const Block& block = blocks[i];
+            const float* key_scales = reader.key_scales(call, block.head);
+            reader.score(call, block.head, next_of(block), block.num_rows, block.num_vectors(),
+                         rows.q + block.first * call.head_dim, rows.scores + block.first * KEY_TILE);
+            for (int row = block.first; row < block.first + block.num_rows; row++) {
+                const Span span = rows.span(call, tile_start, row);
+                const float so_far = rows.maxima[row];
+                if (!span.is_empty())
+                    rows.maxima[row] = hide(rows.scores + row * KEY_TILE, span, block.num_vectors(), key_scales,
+                                            call.scale, call.softcap, so_far);
+                rows.corrections[row] = rows.maxima[row] == so_far ? 0.0f : so_far - rows.maxima[row];
+            }
         }
     }
     for (int row = 0; row < rows.num_all(); row += LANES)
@@ -247,6 +250,7 @@ void attend_tile(const Call& call, const Tile<typename Few::Number>* heads, bool
     const auto weighing = [&](const Block& block) {
         return Weighing<Products, Few>(call, reader, rows, block, tile_start);
     };
+    const typename Products::SumScope registers(rows.num_rows);
     if (num_blocks > 0) weighing(blocks[0]).finish();
     for (int i = 0; i < num_blocks; i++) {
         const Block& block = blocks[i];
@@ -319,7 +323,6 @@ void attend_item(const Call& call, const Item& item) {
             if (const int64_t length = run_length(call, token, first_token, last_token))
                 for (int head = 0; head < item.num_kv_heads; head++)
                     append<Products, Stored>(call, token, length, item.first_kv_head + head);
-    Products::start(std::min(rows.num_rows, Products::MAX_ROWS));
     attend_rows<Products, Few>(call, item, call.block_table + call.slots[first_token] * call.block_table_stride, rows);
 
     each_row([&](int row, int64_t token, int64_t head) {
@@ -343,7 +346,6 @@ void attend(const Call& call) {
         });
     Team::share_out(call.num_items, true, [&](Pieces& pieces) {
         for (int64_t item; pieces.take(&item);) attend_item<Products, Few>(call, items[item]);
-        Products::finish();
     });
 }
 

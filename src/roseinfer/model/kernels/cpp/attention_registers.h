@@ -240,8 +240,11 @@ struct Registers : Type {
     using Number = typename Type::Number;
     using Operand = typename Type::Operand;
 
-    static void start(int) {}
-    static void finish() {}
+    struct NoScope {
+        explicit NoScope(int) {}
+    };
+    using ScoreScope = NoScope;
+    using SumScope = NoScope;
 
     // scores [num_rows, KEY_TILE], registers 0..num_vectors-1
     static void score(const Call& call, const Tile<Number>& tile, const Tile<Number>* next, int num_rows,

@@ -10,84 +10,37 @@
 
 #if defined(__AMX_BF16__)
 
+#include "tiles.h"
+
 namespace {
 
 constexpr int TILE_DEPTH = 32;     // numbers of a key that one instruction multiplies
 constexpr int TILE_KEYS = 16;      // keys of which one instruction adds the values; they lie in one block
-constexpr int TILE_ROW_BYTES = 64;
-
-// The operand of `ldtilecfg`, palette 1.
-struct alignas(64) TileShapes {
-    uint8_t palette = 1;
-    uint8_t start_row = 0;
-    uint8_t reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-};
 
 // Tiles read memory that was written by instructions which the compiler may move, since it does not know of the reads.
 inline void settle_memory() { asm volatile("" ::: "memory"); }
 
 struct Tiles : BFloat16 {
-    static constexpr int MAX_ROWS = 16;
+    static constexpr int MAX_ROWS = int(kTileRows);
 
-    // Registers 0..3 hold sums, 4 queries, 5 weights, 6 keys, 7 values.
-    static void start(int num_rows) {
-        TileShapes shapes;
-        for (int tile = 0; tile < 5; tile++) shapes.rows[tile] = num_rows, shapes.row_bytes[tile] = TILE_ROW_BYTES;
-        shapes.rows[5] = num_rows, shapes.row_bytes[5] = TILE_KEYS * sizeof(bfloat16);
-        shapes.rows[6] = TILE_DEPTH / STEP, shapes.row_bytes[6] = TILE_ROW_BYTES;
-        shapes.rows[7] = TILE_KEYS / STEP, shapes.row_bytes[7] = TILE_ROW_BYTES;
-        asm volatile("ldtilecfg %0" ::"m"(shapes));
-    }
-
-    static void finish() { _tile_release(); }
+    // The registers for scores, and those for sums, of a head with so many rows.
+    struct ScoreScope : TileScope {
+        explicit ScoreScope(int num_rows) : TileScope(std::min(num_rows, MAX_ROWS), TILE_DEPTH * sizeof(Number)) {}
+    };
+    struct SumScope : TileScope {
+        explicit SumScope(int num_rows) : TileScope(std::min(num_rows, MAX_ROWS), TILE_KEYS * sizeof(Number)) {}
+    };
 
     // Whether a process with this cache computes with tiles: always, or never.
     static bool can_compute(const Call& call) {
         return call.head_dim % TILE_DEPTH == 0 && call.block_size % TILE_KEYS == 0;
     }
 
-    static void score(const Call& call, const Tile<Number>& tile, const Tile<Number>* next, int, int num_vectors,
-                      const Operand* q, float* scores) {
-        const int64_t block_size = call.block_size, row_bytes = block_size * STEP * sizeof(Number);
-        const Number *keys[TILE_VECTORS], *next_keys[TILE_VECTORS] = {};
-        for (int vector = 0; vector < num_vectors; vector++) {
-            const int key = vector * LANES, block = key / int(block_size), offset = key % int(block_size) * STEP;
-            keys[vector] = tile.keys[block] + offset;
-            if (next) next_keys[vector] = next->keys[block] + offset;
-        }
+    static void score(const Call& call, const Tile<Number>& tile, const Tile<Number>* next, int num_rows,
+                      int num_vectors, const Operand* q, float* scores) {
         settle_memory();
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        for (int64_t dim = 0; dim < call.head_dim; dim += TILE_DEPTH) {
-            const int64_t at = dim * block_size;
-            _tile_loadd(4, q + dim, call.head_dim * sizeof(Operand));
-            _tile_loadd(6, keys[0] + at, row_bytes);
-            _tile_dpbf16ps(0, 4, 6);
-            prefetch_rows(next_keys[0], at, row_bytes, TILE_DEPTH / STEP);
-            if (num_vectors > 1) {
-                _tile_loadd(6, keys[1] + at, row_bytes);
-                _tile_dpbf16ps(1, 4, 6);
-                prefetch_rows(next_keys[1], at, row_bytes, TILE_DEPTH / STEP);
-            }
-            if (num_vectors > 2) {
-                _tile_loadd(6, keys[2] + at, row_bytes);
-                _tile_dpbf16ps(2, 4, 6);
-                prefetch_rows(next_keys[2], at, row_bytes, TILE_DEPTH / STEP);
-            }
-            if (num_vectors > 3) {
-                _tile_loadd(6, keys[3] + at, row_bytes);
-                _tile_dpbf16ps(3, 4, 6);
-                prefetch_rows(next_keys[3], at, row_bytes, TILE_DEPTH / STEP);
-            }
-        }
-        _tile_stored(0, scores, KEY_TILE * sizeof(float));
-        if (num_vectors > 1) _tile_stored(1, scores + LANES, KEY_TILE * sizeof(float));
-        if (num_vectors > 2) _tile_stored(2, scores + 2 * LANES, KEY_TILE * sizeof(float));
-        if (num_vectors > 3) _tile_stored(3, scores + 3 * LANES, KEY_TILE * sizeof(float));
+        for (int vector = 0; vector < num_vectors; vector += 2)
+            score_keys(call, tile, next, vector, std::min(2, num_vectors - vector), q, scores);
         settle_memory();
     }
 
@@ -96,7 +49,7 @@ struct Tiles : BFloat16 {
     static void mix(const Call& call, const Tile<Number>& tile, const Tile<Number>* next, int num_rows, int num_keys,
                     const Operand* weights, const float* corrections, float* sums, Beside& beside) {
         const int64_t row_size = call.head_dim;
-        const int num_steps = int((row_size + 4 * LANES - 1) / (4 * LANES)) * ((num_keys + TILE_KEYS - 1) / TILE_KEYS);
+        const int num_steps = int(row_size / (2 * LANES)) * ((num_keys + TILE_KEYS - 1) / TILE_KEYS);
         const int rows_of_step = (MAX_ROWS + num_steps - 1) / num_steps;
         for (int row = 0; row < num_rows; row++) {
             if (corrections[row] == 1.0f) continue;
@@ -106,18 +59,42 @@ struct Tiles : BFloat16 {
             }
         }
         settle_memory();
-        int64_t dim = 0;
-        const auto mix_some = [&](auto num_vectors) {
-            mix_dims<num_vectors>(call, tile, next, num_keys, dim, weights, sums, beside, rows_of_step);
-        };
-        for (; dim + 4 * LANES <= row_size; dim += 4 * LANES) mix_some(std::integral_constant<int, 4>());
-        if (dim < row_size) mix_some(std::integral_constant<int, 2>());
+        for (int64_t dim = 0; dim < row_size; dim += 2 * LANES)
+            mix_dims(call, tile, next, num_keys, dim, weights, sums, beside, rows_of_step);
         settle_memory();
     }
 
 private:
-    // Registers dim.. of the sums, NUM_VECTORS of each row: two or four.
-    template <int NUM_VECTORS, class Beside>
+    // Scores with the keys of one or two registers, from `vector` on.
+    static void score_keys(const Call& call, const Tile<Number>& tile, const Tile<Number>* next, int vector,
+                           int num_vectors, const Operand* q, float* scores) {
+        const int64_t block_size = call.block_size, row_bytes = block_size * STEP * sizeof(Number);
+        const Number *keys[2] = {}, *next_keys[2] = {};
+        for (int i = 0; i < num_vectors; i++) {
+            const int key = (vector + i) * LANES, block = key / int(block_size), offset = key % int(block_size) * STEP;
+            keys[i] = tile.keys[block] + offset;
+            if (next) next_keys[i] = next->keys[block] + offset;
+        }
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int64_t dim = 0; dim < call.head_dim; dim += TILE_DEPTH) {
+            const int64_t at = dim * block_size;
+            _tile_loadd(4, q + dim, call.head_dim * sizeof(Operand));
+            _tile_loadd(6, keys[0] + at, row_bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            prefetch_rows(next_keys[0], at, row_bytes, TILE_DEPTH / STEP);
+            if (num_vectors == 1) continue;
+            _tile_loadd(7, keys[1] + at, row_bytes);
+            _tile_dpbf16ps(1, 4, 7);
+            prefetch_rows(next_keys[1], at, row_bytes, TILE_DEPTH / STEP);
+        }
+        scores += vector * LANES;
+        _tile_stored(0, scores, KEY_TILE * sizeof(float));
+        if (num_vectors > 1) _tile_stored(1, scores + LANES, KEY_TILE * sizeof(float));
+    }
+
+    // Dimensions dim..dim+31 of the sums.
+    template <class Beside>
     static void mix_dims(const Call& call, const Tile<Number>& tile, const Tile<Number>* next, int num_keys,
                          int64_t dim, const Operand* weights, float* sums, Beside& beside, int rows_of_step) {
         constexpr int VECTOR = LANES * STEP;
@@ -125,38 +102,28 @@ private:
         sums += dim;
         _tile_loadd(0, sums, sum_bytes);
         _tile_loadd(1, sums + LANES, sum_bytes);
-        if (NUM_VECTORS > 2) _tile_loadd(2, sums + 2 * LANES, sum_bytes);
-        if (NUM_VECTORS > 2) _tile_loadd(3, sums + 3 * LANES, sum_bytes);
         for (int key = 0; key < num_keys; key += TILE_KEYS) {
             const int64_t block = key / call.block_size;
             const int64_t at = (key % call.block_size) * call.head_dim + dim * STEP;
             const Number* values = tile.values[block] + at;
-            _tile_loadd(5, weights + key, KEY_TILE * sizeof(Operand));
-            _tile_loadd(7, values, row_bytes);
-            _tile_dpbf16ps(0, 5, 7);
+            _tile_loadd(4, weights + key, KEY_TILE * sizeof(Operand));
+            _tile_loadd(6, values, row_bytes);
+            _tile_dpbf16ps(0, 4, 6);
             _tile_loadd(7, values + VECTOR, row_bytes);
-            _tile_dpbf16ps(1, 5, 7);
+            _tile_dpbf16ps(1, 4, 7);
             beside.step(rows_of_step);
-            if (NUM_VECTORS > 2) {
-                _tile_loadd(7, values + 2 * VECTOR, row_bytes);
-                _tile_dpbf16ps(2, 5, 7);
-                _tile_loadd(7, values + 3 * VECTOR, row_bytes);
-                _tile_dpbf16ps(3, 5, 7);
-            }
             if (!next) continue;
-            for (int vector = 0; vector < NUM_VECTORS; vector++)
+            for (int vector = 0; vector < 2; vector++)
                 prefetch_rows(next->values[block], at + vector * VECTOR, row_bytes, TILE_KEYS / STEP);
         }
         _tile_stored(0, sums, sum_bytes);
         _tile_stored(1, sums + LANES, sum_bytes);
-        if (NUM_VECTORS > 2) _tile_stored(2, sums + 2 * LANES, sum_bytes);
-        if (NUM_VECTORS > 2) _tile_stored(3, sums + 3 * LANES, sum_bytes);
     }
 
     static void prefetch_rows(const Number* page, int64_t at, int64_t row_bytes, int num_rows) {
         if (!page) return;
         const char* line = reinterpret_cast<const char*>(page + at);
-        for (int row = 0; row < num_rows; row++) prefetch_to_level1(line + row * row_bytes);
+        for (int row = 0; row < num_rows; row++) prefetch_to_level2(line + row * row_bytes);
     }
 };
 

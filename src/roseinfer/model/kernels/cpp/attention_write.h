@@ -82,6 +82,22 @@ template <class Type>
     for (int64_t dim = 0; dim < head_dim; dim++) value[dim * STEP] = numbers[dim];
 }
 
+// Writes a value to its place: numbers side by side, or each beside that of the other token of a pair.
+void write_value(const float* from, int64_t head_dim, float* values, int64_t place) {
+    for (int64_t dim = 0; dim < head_dim; dim++) values[place + dim] = finite(from[dim]);
+}
+
+void write_value(const bfloat16* __restrict from, int64_t head_dim, bfloat16* values, int64_t place) {
+    char* __restrict to = reinterpret_cast<char*>(values + place / 2 * 2);
+    const int shift = place % 2 * 16;
+    for (int64_t dim = 0; dim < head_dim; dim++, to += sizeof(uint32_t)) {
+        uint32_t pair;  // both at once, so that some dimensions are written at a time
+        std::memcpy(&pair, to, sizeof pair);
+        pair = (pair & 0xffff0000u >> shift) | uint32_t(finite(from[dim])) << shift;
+        std::memcpy(to, &pair, sizeof pair);
+    }
+}
+
 // Writes the keys and values of `length` tokens, which go to one block.
 template <class Type, class Stored>
 void append(const Call& call, int64_t token, int64_t length, int64_t head) {
@@ -101,8 +117,8 @@ void append(const Call& call, int64_t token, int64_t length, int64_t head) {
             std::memcpy(keys + dim * call.block_size + next * STEP, k + next * call.k_strides[0] + dim,
                         STEP * sizeof(Number));
     for (int64_t next = 0; next < length; next++) {
-        Number* value = static_cast<Number*>(call.values) + place_of<Type>(call, token + next, head).value;
-        for (int64_t dim = 0; dim < head_dim; dim++) value[dim * STEP] = finite(v[next * call.v_strides[0] + dim]);
+        const Place to = place_of<Type>(call, token + next, head);
+        write_value(v + next * call.v_strides[0], head_dim, static_cast<Number*>(call.values), to.value);
     }
 }
 
