@@ -192,7 +192,7 @@ constexpr int64_t kRowsInRegisters = sizeof(T) == 1 ? 2 : 1;
 template <typename T>
 struct Sums;
 
-// The instruction takes bytes of the weight unsigned, so 128 is added to them, and the sums begin with what that is too much.
+// The instruction takes bytes of the weight unsigned, so 128 is added to them, and the sums begin with less by as much.
 template <>
 struct Sums<int8_t> {
     __m512i chains[2];  // of which neighbours do not wait for each other
@@ -369,7 +369,7 @@ void multiply_rows(const Linear& linear, const In* x, int64_t num_rows, Out* out
     const int64_t num_panels = (linear.num_outputs + kSide - 1) / kSide;
     const int64_t per_tile = std::min(kTileRows, num_rows), row_step = per_tile * kLineBytes;
     const int64_t rows_step = num_tiles * row_step;
-    const bool is_few = num_rows <= kFewRows || (sizeof(T) > 1 && num_rows * omp_get_max_threads() <= kFewCopies);
+    const bool packs_alone = num_rows <= kFewRows || (sizeof(T) > 1 && num_rows * omp_get_max_threads() <= kFewCopies);
     const auto take = [&] {
         uint8_t* tiles = packed_rows.take((num_rows + kTileRows - 1) / kTileRows * rows_step);
         return Rows{tiles, reinterpret_cast<float*>(row_scales.take(num_rows * sizeof(float))), num_rows, per_tile};
@@ -378,15 +378,15 @@ void multiply_rows(const Linear& linear, const In* x, int64_t num_rows, Out* out
         uint8_t* to = rows.tiles + row / kTileRows * rows_step + row % kTileRows * kLineBytes;
         pack_row<T>(x + row * linear.num_inputs, linear.num_inputs, to, row_step, rows.scales + row);
     };
-    const Rows shared = is_few ? Rows{} : take();
+    const Rows shared = packs_alone ? Rows{} : take();
     const int64_t at_once = rows_at_once(num_rows, num_tiles * kLineBytes, num_panels);
     const int64_t num_units = (num_rows + at_once - 1) / at_once * num_panels;
     const bool is_worth_threads = num_units * num_tiles > kWorthThreads;
-    if (!is_few) for_each(num_rows, is_worth_threads, [&](int64_t row) { pack(shared, row); });
+    if (!packs_alone) for_each(num_rows, is_worth_threads, [&](int64_t row) { pack(shared, row); });
     Team::share_out(num_units, is_worth_threads, [&](Pieces& pieces) {
-        const Rows rows = is_few ? take() : shared;
-        if (is_few) {
-            const int64_t first = pieces.first();
+        const Rows rows = packs_alone ? take() : shared;
+        if (packs_alone) {
+            const int64_t first = pieces.first() % num_panels;
             ask_for_beginning(linear.weight + first * 2 * num_tiles * kTileBytes, num_tiles * kTileBytes);
             for (int64_t row = 0; row < num_rows; ++row) pack(rows, row);
         }

@@ -1,4 +1,4 @@
-// Eight registers of 16 rows of 64 bytes, four of them sums: the block of registers that gemm.cpp is made of.
+// Eight registers of 16 rows of 64 bytes, four of them sums, and the block of products that gemm.cpp is made of.
 
 #pragma once
 
