@@ -36,8 +36,8 @@ struct Tiles : BFloat16 {
         return call.head_dim % TILE_DEPTH == 0 && call.block_size % TILE_KEYS == 0;
     }
 
-    static void score(const Call& call, const Tile<Number>& tile, const Tile<Number>* next, int num_rows,
-                      int num_vectors, const Operand* q, float* scores) {
+    static void score(const Call& call, const Tile<Number>& tile, const Tile<Number>* next, int, int num_vectors,
+                      const Operand* q, float* scores) {
         settle_memory();
         for (int vector = 0; vector < num_vectors; vector += 2)
             score_keys(call, tile, next, vector, std::min(2, num_vectors - vector), q, scores);
