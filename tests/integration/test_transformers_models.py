@@ -480,6 +480,17 @@ def test_a_quantised_weight_that_cannot_be_read(tmp_path: Path) -> None:
         load_directory(quantised)
 
 
+def test_scales_of_activations_are_refused(tmp_path: Path) -> None:
+    """AutoAWQ divides the activations of GPT-NeoX and StarCoder2 by them; without, answers would be wrong."""
+    random_model("starcoder2").save_pretrained(tmp_path / "model")
+    awq = next(method for method in methods(group=32, block=24) if method.name == "awq")
+    quantised, _ = quantise(tmp_path / "model", awq, ("proj.weight",))
+    file, name = quantised / "model.safetensors", "model.layers.0.mlp.act.scales"
+    save_file(load_file(file) | {name: torch.full((96,), 2.0)}, file)
+    with pytest.raises(ConfigError, match=f"has {name}: AWQ scales an activation"):
+        load_directory(quantised)
+
+
 @pytest.mark.skipif("ROSEINFER_REQUIRE_ALL" not in os.environ, reason="long: in CI only")
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 @torch.inference_mode()

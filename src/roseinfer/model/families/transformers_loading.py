@@ -111,7 +111,10 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, on_parameter: OnParameter |
         refuse(checkpoint, f"has no tensor {min(missing)}")
     for name, stored, wanted in sorted(found.get("mismatched_keys") or ()):
         refuse(checkpoint, f"has {name} as {list(stored)} where config.json asks for {list(wanted)}")
-    if unread := sorted(found.get("unexpected_keys") or ()):
+    unread = sorted(found.get("unexpected_keys") or ())
+    if checkpoint.quantization and (scales := [name for name in unread if name.endswith(".scales")]):
+        refuse(checkpoint, f"has {scales[0]}: AWQ scales an activation by it, which is not supported")
+    if unread:
         more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
         _log.warning("the file's %s%s: no module of the model reads it, and it has no effect", unread[0], more)
     checkpoint.let_go()
