@@ -7,6 +7,8 @@ serve, such as recurrent layers, is refused.
 """
 
 import copy
+import dataclasses
+import math
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ from torch import nn
 from roseinfer.model.attention.base import Attend, AttentionSpec, PackedTokens
 from roseinfer.model.attention.kv_cache import KVCache
 from roseinfer.model.attention.reference import ReferenceAttention
-from roseinfer.model.device import Placement
+from roseinfer.model.device import Placement, WeightMemory
 from roseinfer.model.families.tested import TESTED
 from roseinfer.model.families.transformers_layers import Layers, is_mixture
 from roseinfer.model.families.transformers_loading import (
@@ -148,6 +150,8 @@ class TransformersModel:
         """Raises ConfigError for a checkpoint that cannot be computed as its config.json says."""
         self._placement = placement
         layers, findings = Layers(placement, checkpoint.let_go), TESTED.get(str(checkpoint.config.get("model_type")))
+        if not findings and placement.quantization == "int4":  # too coarse to be compared: first its floats are
+            TransformersModel(checkpoint, dataclasses.replace(placement, quantization="none", memory=WeightMemory()))
         model = load(checkpoint, placement.dtype, layers.take_experts if findings else None)
         self.is_capturable = findings is not None and findings.is_capturable
         config = model.config.get_text_config(decoder=True)
@@ -202,7 +206,8 @@ class TransformersModel:
             refuse(checkpoint, f"is a {self.model_type}, which does not run with other layers ({reason_of(error)})")
         distance = float((torch.cat([first, both]) - expected.repeat(2, 1)).norm() / expected.norm())
         is_exact = self._placement.dtype == torch.float32 and self._placement.quantization == "none"
-        if not distance < (1e-4 if is_exact else 0.2):
+        limit = math.inf if self._placement.quantization == "int4" else 1e-4 if is_exact else 0.2
+        if not distance < limit:
             refuse(checkpoint, f"is a {self.model_type}, which comes out otherwise than in transformers")
 
     def _hidden_of(self, attention: ReferenceAttention, pieces: tuple[range, ...]) -> torch.Tensor:
