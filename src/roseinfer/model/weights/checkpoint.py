@@ -259,6 +259,7 @@ class Checkpoint:
     def _read_quantization(self) -> Quantization | None:
         """As config.json says, or the file that stood beside it before it did; None for float weights."""
         name, config = "config.json", self.config.get("quantization_config")
+        config = self.config.get("compression_config") if config is None else config  # the first compressed-tensors'
         for name_beside, method in CONFIG_FILES.items():
             if config is None and (self.directory / name_beside).exists():
                 name, config = name_beside, {"quant_method": method, **self._json(name_beside)}

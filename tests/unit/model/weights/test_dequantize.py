@@ -88,6 +88,13 @@ def test_a_configuration_beside_config_json(tmp_path: Path, file: str, name: str
         assert torch.equal(checkpoint.tensor("a.weight", (64, 96)), expected)
 
 
+def test_the_section_has_another_name_in_the_first_files_of_compressed_tensors(tmp_path: Path) -> None:
+    method = FORMATS["compressed-tensors, W4A16"]
+    parts, expected = method.store(random_weight(64, 96))
+    with Checkpoint(write(tmp_path, of_module("a", parts), None, compression_config=method.config)) as checkpoint:
+        assert torch.equal(checkpoint.tensor("a.weight", (64, 96)), expected)
+
+
 def test_a_packed_weight_that_does_not_say_its_shape(tmp_path: Path) -> None:
     parts, expected = FORMATS["compressed-tensors, W4A16"].store(random_weight(64, 96))
     del parts["weight_shape"]
