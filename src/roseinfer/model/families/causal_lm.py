@@ -74,7 +74,8 @@ class LayerReader:
             head = Linear(table, None, self.placement, dtype=torch.float32)
             return Embedding(table, self.placement, head), head
         weight = self._counted(self.checkpoint.tensor("lm_head.weight", shape))
-        return Embedding(table, self.placement), Linear(weight, None, self.placement, dtype=torch.float32)
+        order = self.checkpoint.input_order("lm_head.weight")
+        return Embedding(table, self.placement), Linear(weight, None, self.placement, dtype=torch.float32, order=order)
 
     def _counted(self, tensor: torch.Tensor) -> torch.Tensor:
         self.num_parameters += tensor.numel()

@@ -65,7 +65,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     format: str | None = None
     checkpoint_format: str | None = None
     is_marlin_format: bool = False
-    version: str = "gemm"
+    version: str | None = None  # of AWQ, which is `format` in files of GPTQModel
     quant_algo: str = "FP8"
     sparsity_config: dict[str, Any] | None = None
     transform_config: dict[str, Any] | None = None
@@ -139,7 +139,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
                 layout = "marlin" if self.is_marlin_format else self.checkpoint_format or self.format or "gptq"
                 return [layout, f"{self.bits} bits"]
             case "awq":
-                return [self.version.lower(), f"{self.bits} bits"]
+                return [(self.version or self.format or "gemm").lower(), f"{self.bits} bits"]
             case "modelopt":
                 return [self.quant_algo]
             case "compressed-tensors":

@@ -10,7 +10,7 @@ import torch
 from roseinfer.config.options import Config, ModelConfig, RunnerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.model.device import Placement, Quantization
-from roseinfer.model.families.causal_lm import CausalLM
+from roseinfer.model.families.causal_lm import CausalLM, LayerReader
 from roseinfer.model.families.registry import build_model
 from roseinfer.model.loading import load_model
 from roseinfer.model.weights.checkpoint import Checkpoint
@@ -165,6 +165,7 @@ def test_packed_matrices_count_as_what_they_hold(tmp_path: Path) -> None:
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "format gptq marlin are not read"),
         ({"quant_method": "gptq", "is_marlin_format": True}, "format gptq marlin are not read"),
         ({"quant_method": "awq", "version": "GEMV"}, "format awq gemv are not read"),
+        ({"quant_method": "awq", "version": None, "format": "gemv_fast"}, "format awq gemv_fast are not read"),
         ({"quant_method": "gptq", "bits": 3}, "format gptq 3 bits are not read"),
         ({"quant_method": "awq", "bits": 8}, "format awq 8 bits are not read"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "format modelopt NVFP4 are not read"),
@@ -247,3 +248,14 @@ def test_it_becomes_what_the_configuration_says(tmp_path: Path, quantization: Qu
         assert (loaded.info.quantization, loaded.info.checkpoint_quantization) == (quantization, stored_as)
         logits.append(logits_with(loaded.model))
     assert torch.equal(*logits)
+
+
+def test_a_head_in_four_bits_keeps_its_numbers_in_int4(tmp_path: Path) -> None:
+    """With groups in any order, as other linears do."""
+    [in_order] = [method for method in METHODS if method.name == "gptq, order"]
+    parts, expected = in_order.store(random_weight(40, 96))
+    write(tmp_path, of_module("lm_head", parts) | {"model.a.weight": random_weight(40, 96)}, in_order.config)
+    with Checkpoint(tmp_path) as checkpoint:
+        read = LayerReader(checkpoint, Placement(torch.device("cpu"), torch.float32, "int4"), 1e-6, "model.")
+        _, head = read.embedding_and_head("a.weight", (40, 96), is_tied=False)
+    assert torch.equal(head.rows(torch.arange(40)), expected)
