@@ -658,6 +658,8 @@ class Option:
         """
         if not strict and isinstance(value, str) and self.is_list:
             value = [part.strip() for part in value.split(";") if part.strip()]
+        if not strict and value is False and "off" in words_of(self.type):
+            value = "off"  # YAML reads the bare word as false
         try:
             converted = msgspec.convert(value, self.type, strict=strict)
         except msgspec.ValidationError as error:
@@ -671,11 +673,15 @@ class Option:
 _READ_AS = {int: "an integer", float: "a number", bool: "true or false"}
 
 
+def words_of(kind: Any) -> list[Any]:
+    """The closed sets of values in a type."""
+    return [word for each in types_in(kind) if get_origin(each) is Literal for word in get_args(each)]
+
+
 def refusal_of(value: object, kind: Any, error: msgspec.ValidationError) -> str:
     """Why a value is refused, or a text that stands for one, such as `'many' is not an integer, nor auto or off`."""
-    if isinstance(value, str):
-        kinds = types_in(kind)
-        words = [word for each in kinds if get_origin(each) is Literal for word in get_args(each)]
+    kinds, words = types_in(kind), words_of(kind)
+    if isinstance(value, str) or words:
         for plain in _READ_AS.keys() & {each for each in kinds if isinstance(each, type)}:
             try:
                 msgspec.convert(value, plain, strict=False)

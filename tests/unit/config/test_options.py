@@ -188,6 +188,28 @@ def test_a_file_of_another_language_hears_which_is_wanted(content: str, tmp_path
         load(file=file)
 
 
+@pytest.mark.parametrize(
+    "path", ["scheduler.speculation", "runner.kernels", "runner.cuda_graphs", "cache.prefix_caching"]
+)
+def test_off_needs_no_quotes_in_a_file(path: str, tmp_path: Path) -> None:
+    """YAML reads the bare word as false."""
+    section, name = path.split(".")
+    file = tmp_path / "config.yaml"
+    file.write_text(f"{section}: {{{name}: off}}")
+    loaded = getattr(getattr(load(file=file).config, section), name)
+    assert loaded == (False if path == "cache.prefix_caching" else "off")
+
+
+@pytest.mark.parametrize(("written", "got"), [("yes", "True"), ("2.5", "2.5")])
+def test_a_file_s_value_that_is_neither_number_nor_word_is_named(written: str, got: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"scheduler: {{speculation: {written}}}")
+    with pytest.raises(ConfigError) as caught:
+        load(file=file)
+    assert caught.value.param == "scheduler.speculation"
+    assert caught.value.message == f"{got} is not an integer, nor auto or off"
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file") as caught:
         load(file=tmp_path / "none.yaml")
