@@ -664,7 +664,8 @@ class Option:
             converted = msgspec.convert(value, self.type, strict=strict)
         except msgspec.ValidationError as error:
             one_of = f"Expected one of {', '.join(map(str, self.choices))}, got {shown(value)}" if self.choices else ""
-            raise ConfigError(one_of or refusal_of(value, self.type, error), param=self.path) from None
+            reason = one_of or refusal_of(value, self.type, error, strict=strict)
+            raise ConfigError(reason, param=self.path) from None
         if isinstance(converted, float) and not math.isfinite(converted):
             raise ConfigError(f"Expected a finite number, got {shown(value)}", param=self.path)
         return converted
@@ -678,13 +679,16 @@ def words_of(kind: Any) -> list[Any]:
     return [word for each in types_in(kind) if get_origin(each) is Literal for word in get_args(each)]
 
 
-def refusal_of(value: object, kind: Any, error: msgspec.ValidationError) -> str:
-    """Why a value is refused, or a text that stands for one, such as `'many' is not an integer, nor auto or off`."""
+def refusal_of(value: object, kind: Any, error: msgspec.ValidationError, *, strict: bool = False) -> str:
+    """Why a value is refused, or without `strict` a text that stands for one.
+
+    Such as `'many' is not an integer, nor auto or off`.
+    """
     kinds, words = types_in(kind), words_of(kind)
     if isinstance(value, str) or words:
         for plain in _READ_AS.keys() & {each for each in kinds if isinstance(each, type)}:
             try:
-                msgspec.convert(value, plain, strict=False)
+                msgspec.convert(value, plain, strict=strict)
             except msgspec.ValidationError:
                 return f"{shown(value)} is not {_READ_AS[plain]}" + (f", nor {' or '.join(words)}" if words else "")
     reason = in_words_of_json(error)

@@ -147,6 +147,17 @@ def test_an_invalid_tree_cannot_be_made(make: Any, path: str) -> None:
     assert caught.value.param == path
 
 
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("speculation", "'3' is not an integer, nor auto or off"), ("target_itl_ms", "'3' is not a number")],
+)
+def test_a_tree_s_text_in_place_of_a_number_is_named(name: str, sentence: str) -> None:
+    """Of a program that makes the tree itself: text is read as a number elsewhere only."""
+    with pytest.raises(ConfigError) as caught:
+        Config(scheduler=SchedulerConfig(**{name: "3"}))  # type: ignore[arg-type]
+    assert (caught.value.param, caught.value.message) == (f"scheduler.{name}", sentence)
+
+
 def test_values_at_the_edge_of_a_relation_are_fine() -> None:
     Config(
         scheduler=SchedulerConfig(max_num_seqs=8, max_prefill_seqs=32, max_active_seqs=32, max_num_batched_tokens=24)
