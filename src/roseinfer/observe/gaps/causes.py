@@ -72,7 +72,7 @@ class Cause(StrEnum):
     )
     BATCH_GROWTH = Row(
         name="batch_growth",
-        meaning="more decoding rows than in the step before; with more than were ever seen, at most in proportion",
+        meaning="more decoding sequences than in the step before; with more than were ever seen, at most in proportion",
         option="scheduler.max_num_seqs",
         advice="A smaller value bounds how much a step can grow when more sequences decode; the others wait for a row.",
         story="the step grew to {step.num_decode_seqs} decoding sequences",

@@ -128,12 +128,11 @@ class GapSplitter:
 
     def _decode_of_mixed(self, record: StepRecord, compute_ns: int) -> int:
         """Returns what the decode rows of a step with prompt tokens would have taken without them."""
-        context = record.num_context_tokens * record.num_decode_seqs
-        context //= record.num_decode_seqs + record.num_prefill_seqs
-        expected = self.costs.expected_ns(StepSize(record.num_decode_seqs, 0, context))
+        num_rows = record.num_decode_seqs + record.num_draft_tokens
+        context = record.num_context_tokens * num_rows // (num_rows + record.num_prefill_seqs)
+        expected = self.costs.expected_ns(StepSize(num_rows, 0, context))
         if expected is None:  # no experience yet: by their share of the tokens
-            num_tokens = record.num_decode_seqs + record.num_prefill_tokens
-            expected = compute_ns * record.num_decode_seqs // num_tokens
+            expected = compute_ns * num_rows // (num_rows + record.num_prefill_tokens)
         return min(expected, compute_ns)
 
     def _missed_of_mixed(self, record: StepRecord, compute_ns: int) -> int:
@@ -144,14 +143,17 @@ class GapSplitter:
         return 0 if expected is None else max(0, compute_ns - expected)
 
     def _growth_ns(self, record: StepRecord, last: StepRecord, compute_ns: int, expected_ns: int) -> int:
-        """Returns what the step takes longer because it has more decode rows than the one before.
+        """Returns what the step takes longer because more sequences decode than in the one before.
 
         With more rows than were ever seen, no expectation says how much longer; it cannot be more than in proportion.
+        Rows of drafted tokens are none of that growth: their sequences chose them.
         """
-        size, num_before = size_of(record), size_of(last).num_rows
-        num_rows = size.num_rows
-        if not 0 < num_before < num_rows:
+        size = size_of(record)
+        num_rows, num_seqs = size.num_rows, size.num_rows - record.num_draft_tokens
+        num_seqs_before = size_of(last).num_rows - last.num_draft_tokens
+        if not 0 < num_seqs_before < num_seqs:
             return 0
+        num_before = num_rows - (num_seqs - num_seqs_before)
         context_before = record.num_context_tokens * num_before // num_rows
         before = self.costs.expected_ns(StepSize(num_before, 0, context_before)) or 0
         growth = expected_ns - before

@@ -246,6 +246,23 @@ def test_a_step_with_prompts_misses_what_it_takes_longer_than_in_a_graph(graph_r
         assert {round(gap.parts[Cause.PREFILL_OF_OTHERS] / MS) for gap, _ in bench.slow} == {10}
 
 
+def test_drafted_tokens_are_decoding_and_neither_growth_nor_prompts_of_others() -> None:
+    """A row takes a millisecond here, and a prompt token a twentieth of it."""
+    bench = Bench()
+    bench.warm_up()
+    for i in range(60):
+        num_drafted = 8 * (i % 3 if i % 2 else 0)
+        bench.step(compute_ns=DECODE_NS + num_drafted * MS, num_draft_tokens=num_drafted)
+    assert not any(gap.parts.get(Cause.BATCH_GROWTH) for gap in gaps_of(bench.recording()))
+    bench.slow.clear()
+    bench.step(compute_ns=DECODE_NS + 36 * MS, num_draft_tokens=16, num_prefill_seqs=1, num_prefill_tokens=400)
+    assert {round(gap.parts[Cause.PREFILL_OF_OTHERS] / MS) for gap, _ in bench.slow} == {20}
+    bench.step(compute_ns=DECODE_NS)
+    bench.slow.clear()
+    bench.step(compute_ns=DECODE_NS + 10 * MS + 16 * MS, num_decode_seqs=14, num_draft_tokens=16)
+    assert {round(gap.parts[Cause.BATCH_GROWTH] / MS) for gap, _ in bench.slow} == {10}
+
+
 def test_a_collection_in_the_front_end_is_no_other_delay() -> None:
     bench = Bench()
     bench.warm_up()
