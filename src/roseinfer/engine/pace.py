@@ -28,6 +28,7 @@ class Pace:
         self._costs = StepCosts()
         self._drift = 1.0  # of steps that decoded, over what the fit said of them
         self._num_context_tokens = 0  # of the last step
+        self._draft_share = 0.0  # of the last step that decoded: drafted tokens for each of its sequences
         self._unlearned: list[tuple[StepCounts, int]] = []
         self._num_at_once = 0  # grows, so that what the first steps took is known at once
 
@@ -59,6 +60,8 @@ class Pace:
                 self._drift += _WEIGHT * (drift - self._drift)
             self._costs.learn(size, duration_ns)
             self._num_context_tokens = counts.num_context_tokens
+            if counts.num_decode_seqs:
+                self._draft_share = counts.num_draft_tokens / counts.num_decode_seqs
         self._unlearned.clear()
 
     def most_prompt_tokens(self, num_rows: int, num_waiting: int) -> int:
@@ -72,7 +75,7 @@ class Pace:
         if self._target_ns is None:
             left_ns = max(_UNNOTICED_NS - decode_ns, decode_ns * max(_PROMPT_TIME, num_waiting / num_rows))
         else:
-            left_ns = self._target_ns / self._drift - decode_ns
+            left_ns = self._target_ns / self._drift - self._decode_ns(num_rows + round(num_rows * self._draft_share))
         return max(self._least, int(left_ns / self._costs.prompt_token_ns(decode_ns, num_rows)))
 
     def row_share(self, num_rows: int) -> float:

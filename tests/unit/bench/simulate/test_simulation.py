@@ -295,10 +295,11 @@ STREAMS_AND_PROMPTS = [asked(offset, 4, 300) for offset in (0, 1, 2, 3)] + [
 ]
 
 
-def mixed_gaps_ms(**scheduler: Any) -> list[float]:
+def mixed_gaps_ms(*, draft_share: float = 0.0, **scheduler: Any) -> list[float]:
     """The gaps that steps with prompts ended beside streams, once the costs have been learnt."""
     setup = make_setup(num_blocks=1024, **{"max_num_batched_tokens": 2048, "max_num_seqs": 16} | scheduler)
-    setup = setup._replace(max_model_len=1024, costs=CostModel(20 * MS, 2 * MS, 0.5 * MS, 0.001 * MS, 0.5 * MS))
+    costs = CostModel(20 * MS, 2 * MS, 0.5 * MS, 0.001 * MS, 0.5 * MS)
+    setup = setup._replace(max_model_len=1024, costs=costs, draft_share=draft_share)
     steps = Simulation(setup).run(STREAMS_AND_PROMPTS).steps
     gaps = [(later.tokens_ns - earlier.tokens_ns) / MS for earlier, later in pairwise(steps)]
     mixed = [step.num_prefill_tokens > 0 < step.num_decode_seqs for step in steps[1:]]
@@ -310,6 +311,12 @@ def test_prompts_fill_the_time_that_the_target_leaves_and_no_more(target_ms: flo
     gaps = sorted(mixed_gaps_ms(target_itl_ms=target_ms))
     assert gaps[-1] <= 1.2 * target_ms
     assert gaps[len(gaps) // 2] >= 0.8 * target_ms
+
+
+@pytest.mark.parametrize("speculation", [6, "auto"])
+def test_drafted_tokens_have_their_part_in_the_time_of_the_target(speculation: Any) -> None:
+    gaps = sorted(mixed_gaps_ms(target_itl_ms=120, speculation=speculation, draft_share=0.9))
+    assert 0.8 * 120 <= gaps[len(gaps) // 2] <= 1.1 * 120
 
 
 def test_without_options_a_step_with_prompts_takes_no_more_than_twice_the_time() -> None:
