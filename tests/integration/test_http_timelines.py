@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from roseinfer.observe.telemetry.facts import decode_state, encode_state
 from roseinfer.records import FinishReason, RequestTimeline
 from tests.unit.server.harness import ScriptedEngine, says, serving
 
@@ -44,6 +45,21 @@ async def test_the_traceparent_is_copied_to_each() -> None:
         await server.complete(headers={"traceparent": traceparent}, n=2)
         await server.complete()
     assert [timeline.traceparent for timeline in server.engine.closed] == [traceparent, traceparent, ""]
+
+
+async def test_a_trace_header_is_copied_if_the_standard_allows_it() -> None:
+    """Bytes that are no UTF-8 would end the telemetry of all requests: no message to its process can carry them."""
+    fields = [b"traceparent: 00-a", b"traceparent: 00-b", b"tracestate: a=1", b"tracestate: b=2", b"baggage: a=\xff"]
+    body = b'{"prompt": "a"}'
+    head = [b"POST /v1/completions HTTP/1.1", b"Host: a", b"Content-Type: application/json", b"Connection: close"]
+    async with serving(ScriptedEngine(says("a"))) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"\r\n".join([*head, *fields, b"Content-Length: %d" % len(body), b"", body]))
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        writer.close()
+    (timeline,) = server.engine.closed
+    assert (timeline.traceparent, timeline.tracestate, timeline.baggage) == ("00-a,00-b", "a=1,b=2", "")
+    assert decode_state(encode_state(timeline))["tracestate"] == "a=1,b=2"
 
 
 async def test_how_late_the_client_was() -> None:

@@ -44,6 +44,15 @@ def is_for_tokens(request: web.Request) -> bool:
     return request.match_info.handler in _apis
 
 
+def _trace_header(request: web.Request, name: str) -> str:
+    """All fields of this name as one; empty where it is not of ASCII, as the standards demand.
+
+    Bytes that are no UTF-8 are lone surrogates here, which no message can carry.
+    """
+    text = ",".join(request.headers.getall(name, ()))
+    return text if text.isascii() else ""
+
+
 class Exchange:
     """One request for tokens, with a timeline for each sequence that it generates and at least one.
 
@@ -56,9 +65,9 @@ class Exchange:
                 request_id=key,
                 recv_ns=time.monotonic_ns(),
                 api=_apis[request.match_info.handler],
-                traceparent=request.headers.get("traceparent", ""),
-                tracestate=request.headers.get("tracestate", ""),
-                baggage=request.headers.get("baggage", ""),
+                traceparent=_trace_header(request, "traceparent"),
+                tracestate=_trace_header(request, "tracestate"),
+                baggage=_trace_header(request, "baggage"),
             )
         ]
         self.stream: web.StreamResponse | None = None  # the answer, once its status line is on its way
