@@ -136,6 +136,15 @@ def test_what_scrapers_ask_for() -> None:
 
 
 @pytest.mark.parametrize(
+    ("accepted", "is_compressed"),
+    [("gzip", True), ("br, GZIP;q=0.5", True), ("gzip; q=0", False), ("gzip;q=0.000,*", False), ("identity", False)],
+)
+def test_compressed_as_the_header_says(accepted: str, is_compressed: bool) -> None:
+    head = PLAIN.replace(b"\r\n\r\n", f"\r\nAccept-Encoding: {accepted}\r\n\r\n".encode())
+    assert (b"Content-Encoding" in answer_to(head, Pages().render)) == is_compressed
+
+
+@pytest.mark.parametrize(
     "head",
     [
         PLAIN[:-2],

@@ -5,6 +5,7 @@ numbers, so its text is kept, and other numbers are put behind the beginnings of
 time of a page.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
@@ -97,6 +98,8 @@ class _Families(Collector):
 @lru_cache(_MAX_FORMATS)
 def _encoder(accept: str) -> tuple[_Encode, str, bytes]:
     """Returns how families are written, the type of the page, and what a page ends with."""
+    # prometheus_client (0.26) escapes names that need it not, by these two, and a bucket's so that it has no family.
+    accept = re.sub(r"escaping\s*=\s*(values|dots)", "escaping=underscores", accept)
     try:
         encode, content_type = choose_encoder(accept)
     except TypeError:  # its way to say that a version in the header is no number

@@ -21,7 +21,7 @@ from roseinfer.records import LifecycleState
 from roseinfer.runtime.passage import Passage
 from roseinfer.server.connection.connection import Connection
 from roseinfer.server.middleware import ACCESS_LOG, SERVER
-from roseinfer.server.ops.pages import LOAD_PATH, Page, head_of
+from roseinfer.server.ops.pages import LOAD_PATH, Page, accepts_gzip, head_of
 from roseinfer.server.port import Port
 
 Scrape = Callable[[bytes, bool, Callable[[bytes], None]], None]
@@ -181,7 +181,7 @@ def _wanted(head: bytes) -> _Wanted | None:
     fields = {name.lower(): value.strip() for name, _, value in lines}
     if len(fields) < len(lines) or not fields.get(b"host"):
         return None
-    takes_gzip = b"gzip" in fields.get(b"accept-encoding", b"")
+    takes_gzip = accepts_gzip(fields.get(b"accept-encoding", b"").decode("latin-1"))
     return _Wanted(fields.get(b"accept", b"").decode(), found["path"].decode() == LOAD_PATH, takes_gzip)
 
 

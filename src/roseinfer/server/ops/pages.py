@@ -33,11 +33,20 @@ def routes(pages: Pages) -> list[web.RouteDef]:
 
     async def handle(request: web.Request) -> web.Response:
         headers = request.headers
-        takes_gzip = "gzip" in headers.get("Accept-Encoding", "")
-        page = await pages(headers.get("Accept", ""), is_load=request.path == LOAD_PATH, takes_gzip=takes_gzip)
+        is_load, takes_gzip = request.path == LOAD_PATH, accepts_gzip(headers.get("Accept-Encoding", ""))
+        page = await pages(headers.get("Accept", ""), is_load=is_load, takes_gzip=takes_gzip)
         return web.Response(body=page.content, headers=dict(head_of(page)))
 
     return [web.get("/metrics", handle), web.get(LOAD_PATH, handle)]
+
+
+def accepts_gzip(accept_encoding: str) -> bool:
+    """Whether a client takes gzip, by its header."""
+    for part in accept_encoding.lower().replace(" ", "").split(","):
+        coding, _, weight = part.partition(";")
+        if coding == "gzip":
+            return not weight or bool(weight.strip("q=0."))  # `q=0` says that it does not
+    return False
 
 
 def head_of(page: Page) -> list[tuple[str, str]]:

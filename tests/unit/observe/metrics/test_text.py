@@ -8,6 +8,7 @@ import pytest
 from prometheus_client.exposition import generate_latest as plain
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse
 
 from roseinfer.observe.metrics import text
 from roseinfer.observe.metrics.catalogue import Row
@@ -52,6 +53,17 @@ def test_every_page_of_a_server_is_prometheus_clients_own(accept: str) -> None:
         families = Families(metrics)
         expected = FORMATS[accept](families).replace(b"\nvllm_", b"\nvllm:")
         assert encoder.encode(accept, families._snapshot)[0] == expected
+
+
+@pytest.mark.parametrize("scheme", ["underscores", "values", "dots", "allow-utf-8"])
+def test_names_that_need_no_escapes_get_none(scheme: str) -> None:
+    metrics = make_metrics()
+    metrics.put_exemplars([(REQUEST_DURATION, Exemplar(0.3, 5, "cd" * 16, 4, 5, ("chat",)))])
+    accept = f"application/openmetrics-text; version=1.0.0; escaping={scheme}"
+    page, content_type = TextEncoder(MODEL).encode(accept, metrics.snapshot())
+    families = parse(page.decode())  # type: ignore[no-untyped-call]
+    assert {family.name for family in families} >= {REQUEST_DURATION, "vllm:num_requests_running"}
+    assert content_type.endswith("allow-utf-8" if scheme == "allow-utf-8" else "underscores")
 
 
 def test_formats_that_scrapers_make_up_take_no_memory() -> None:
