@@ -169,6 +169,7 @@ def configure(config: ObserveConfig, stream: TextIO) -> LogOutput:
     """
     is_json = config.log_format == "json" or (config.log_format == "auto" and not stream.isatty())
     output = LogOutput(stream.fileno(), JsonFormatter() if is_json else TextFormatter())
+    logging.lastResort = logging.NullHandler()  # a thread that outlives the log would else write lines of another form
     level = logging.getLevelNamesMapping()[config.log_level.upper()]
     root = logging.getLogger()
     root.handlers[:] = [output.handler]

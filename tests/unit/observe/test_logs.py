@@ -249,6 +249,17 @@ def test_libraries_speak_from_warning_on_and_we_from_the_level_asked_for(tmp_pat
     assert words == [["roseinfer.test", "10"], ["roseinfer.test", "30"], ["aiohttp", "30"]]
 
 
+@pytest.mark.usefixtures("_own_logging")
+def test_what_is_said_after_the_end_is_no_line_of_another_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A thread of an exporter may outlive the log, with a collector that does not answer."""
+    with (tmp_path / "log").open("w") as file:
+        configure(ObserveConfig(), file).close()
+    logging.getLogger("roseinfer.late").warning("late")
+    assert capsys.readouterr().err == ""
+
+
 def test_a_reader_that_stalls_costs_lines_and_nothing_else() -> None:
     reader, writer = os.pipe()
     output = LogOutput(writer, JsonFormatter(), num_lines=10)
