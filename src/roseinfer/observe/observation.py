@@ -1,5 +1,6 @@
 """Builds a server's observers from its configuration and connects them."""
 
+import contextlib
 import gzip
 import importlib
 import logging
@@ -75,7 +76,8 @@ def import_exporters(config: Config) -> None:
     modules: dict[otel.Signal, str] = {"traces": "tracing.tracing", "metrics": "metrics.otlp"}
     for signal, module in modules.items():
         if otel.exporter_names(signal, config.tracing.endpoint, environment):
-            importlib.import_module(f"roseinfer.observe.{module}")
+            with contextlib.suppress(ValueError):  # of a limit, which `Observation` refuses
+                importlib.import_module(f"roseinfer.observe.{module}")
 
 
 class Observation:
@@ -109,7 +111,9 @@ class Observation:
         self.integrity = Integrity()
         self._tracing = []
         environment = otel.sdk_environment()
+        otel.warn(environment)
         if exporters := otel.exporter_names("traces", config.tracing.endpoint, environment):
+            otel.check_limits(environment)
             from roseinfer.observe.tracing.tracing import make_tracing  # imports the SDK
 
             made = make_tracing(config, version, self.metrics, self.attribution, exporters, environment)

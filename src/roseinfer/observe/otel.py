@@ -6,12 +6,15 @@ memory. What a variable says that cannot be followed is refused at the start, wh
 
 import logging
 import os
+import re
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, Literal, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from roseinfer.errors import ConfigError
 from roseinfer.observe.tracing import semconv
@@ -29,12 +32,49 @@ _WHOLE = (
     *("OTEL_BSP_MAX_QUEUE_SIZE", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"),
 )
 _NUMBERS = ("OTEL_METRIC_EXPORT_INTERVAL", "OTEL_METRIC_EXPORT_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT")
+_TOO_LARGE = 1 << 31  # for the clocks of the SDK
+_LIMITS = (
+    *("OTEL_ATTRIBUTE_COUNT_LIMIT", "OTEL_ATTRIBUTE_VALUE_LENGTH_LIMIT"),
+    *("OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT", "OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT"),
+    *("OTEL_SPAN_EVENT_COUNT_LIMIT", "OTEL_SPAN_LINK_COUNT_LIMIT"),
+    *("OTEL_EVENT_ATTRIBUTE_COUNT_LIMIT", "OTEL_LINK_ATTRIBUTE_COUNT_LIMIT"),
+)
+_BOOLEANS = (
+    *("OTEL_SDK_DISABLED", "OTEL_EXPORTER_OTLP_INSECURE"),
+    *("OTEL_EXPORTER_OTLP_TRACES_INSECURE", "OTEL_EXPORTER_OTLP_METRICS_INSECURE"),
+)
+_COMPRESSIONS = {"http/protobuf": ("none", "gzip", "deflate"), "grpc": ("none", "gzip")}
 _HOST_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789.-_:%")
+_PAIR = re.compile(r"[!#-'*+.0-9A-Z^-z|~-]+[ \t]*=([ !#-+\-.-:<-\[\]-~]*)")  # as the SDK reads headers
 
 
 def sdk_environment() -> Environment:
-    """Returns what the SDK, too, reads; so it is not handed down from the command line."""
+    """Returns what the SDK, too, reads; so it is not handed down from the command line.
+
+    A variable that is set to nothing is not set, by the standard; the SDK's exporters for gRPC do not know that.
+    """
+    for name in [name for name, value in os.environ.items() if name.startswith("OTEL_") and not value.strip()]:
+        del os.environ[name]
     return os.environ
+
+
+def warn(environment: Environment) -> None:
+    """Logs what the standard has one go on without."""
+    for name in _BOOLEANS:
+        if given(environment, name)[1].lower() not in {"", "true", "false"}:
+            logger.warning("%s is neither true nor false, and counts as false", name)
+    if given(environment, "OTEL_LOGS_EXPORTER")[1] not in {"", "none"}:
+        logger.warning("OTEL_LOGS_EXPORTER is not followed: the log goes to standard error alone")
+    if given(environment, "OTEL_CONFIG_FILE")[1]:
+        logger.warning("OTEL_CONFIG_FILE is not followed: the other variables decide")
+
+
+def check_limits(environment: Environment) -> None:
+    """Raises ConfigError for a limit that is none. To be called before the SDK is imported, which fails on some."""
+    for name in _LIMITS:
+        _, text = given(environment, name)
+        if text and not (text.isascii() and text.isdigit()) and text.lower() != "unset":
+            raise ConfigError(f"{text!r} is no whole number", param=name)
 
 
 def given(environment: Environment, *names: str) -> tuple[str, str]:
@@ -47,13 +87,13 @@ def exporter_names(signal: Signal, endpoint: str | None, environment: Environmen
     if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return []
     _, names = given(environment, f"OTEL_{signal.upper()}_EXPORTER")
-    if not names and signal == "traces" and (endpoint or given(environment, *_endpoints_of(signal))[1]):
+    if not names and signal == "traces" and (endpoint or given(environment, *_names(signal, "ENDPOINT"))[1]):
         names = "otlp"
     return [name.strip() for name in names.split(",") if name.strip() not in {"", "none"}]
 
 
-def _endpoints_of(signal: Signal) -> tuple[str, str]:
-    return f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
+def _names(signal: Signal, kind: str) -> tuple[str, str]:
+    return f"OTEL_EXPORTER_OTLP_{signal.upper()}_{kind}", f"OTEL_EXPORTER_OTLP_{kind}"
 
 
 def make_exporters(signal: Signal, names: Iterable[str], endpoint: str | None, environment: Environment) -> list[Any]:
@@ -64,17 +104,19 @@ def make_exporters(signal: Signal, names: Iterable[str], endpoint: str | None, e
 
 def _make_exporter(signal: Signal, name: str, endpoint: str | None, environment: Environment) -> Any:
     variable = f"OTEL_{signal.upper()}_EXPORTER"
-    arguments: dict[str, str] = {}
+    arguments: dict[str, Any] = {}
     if name == "otlp":
-        variable, protocol = given(
-            environment, f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
-        )
+        chosen_by, protocol = given(environment, *_names(signal, "PROTOCOL"))
         protocol = protocol or "http/protobuf"
         if protocol not in _PROTOCOLS:
-            raise ConfigError(f"{protocol!r} is none of {', '.join(_PROTOCOLS)}", param=variable)
-        name = _PROTOCOLS[protocol]
+            raise ConfigError(f"{protocol!r} is none of {', '.join(_PROTOCOLS)}", param=chosen_by)
+        name, variable = _PROTOCOLS[protocol], chosen_by or variable
         arguments = _endpoint_argument(signal, protocol, endpoint, environment)
+        arguments |= _compression_argument(signal, protocol, environment)
+        _check_headers(signal, protocol, environment)
         _check_files(signal, environment)
+    if name == _PROTOCOLS["grpc"]:
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its library's lines are no lines of our log
     return make_component(f"opentelemetry_{signal}_exporter", name, variable, **arguments)
 
 
@@ -92,7 +134,7 @@ def make_component(group: str, name: str, variable: str, *arguments: object, **n
 
 def _endpoint_argument(signal: Signal, protocol: str, endpoint: str | None, environment: Environment) -> dict[str, str]:
     """Returns the endpoint where the option decides it, with the protocol's path; else the SDK reads the variable."""
-    name, value = given(environment, *_endpoints_of(signal))
+    name, value = given(environment, *_names(signal, "ENDPOINT"))
     if value:
         _check_endpoint(value, name, protocol)
     if value or not endpoint:
@@ -123,26 +165,59 @@ def _check_numbers(signal: Signal, environment: Environment) -> None:
     for name in (*_WHOLE, *_NUMBERS, f"OTEL_EXPORTER_OTLP_{signal.upper()}_TIMEOUT"):
         if text := given(environment, name)[1]:
             try:
-                is_usable = (int(text) if name in _WHOLE else float(text)) > 0
+                is_usable = 0 < (int(text) if name in _WHOLE else float(text)) < _TOO_LARGE
             except ValueError:
                 is_usable = False
             if not is_usable:
                 kind = "whole number" if name in _WHOLE else "number"
-                raise ConfigError(f"{text!r} is no {kind} above 0", param=name)
+                raise ConfigError(f"{text!r} is no {kind} above 0 and below {_TOO_LARGE}", param=name)
+
+
+def _compression_argument(signal: Signal, protocol: str, environment: Environment) -> dict[str, Any]:
+    name, value = given(environment, *_names(signal, "COMPRESSION"))
+    value = value.lower() or "none"
+    if value not in _COMPRESSIONS[protocol]:
+        raise ConfigError(f"{value!r} is none of {', '.join(_COMPRESSIONS[protocol])}", param=name)
+    # For gRPC the SDK does not know the word: 0 is `grpc.Compression.NoCompression`.
+    return {"compression": 0} if (protocol, value) == ("grpc", "none") else {}
+
+
+def _check_headers(signal: Signal, protocol: str, environment: Environment) -> None:
+    """Raises ConfigError for what the SDK would leave out or fail to send; it does not repeat what may be a secret."""
+    name, text = given(environment, *_names(signal, "HEADERS"))
+    for number, pair in enumerate(filter(None, map(str.strip, text.split(","))), 1):
+        found = _PAIR.fullmatch(pair)
+        value = unquote(found[1]) if found else ""
+        if not found or not value.isprintable() or (protocol == "grpc" and not value.isascii()):
+            raise ConfigError(f"header {number} is no name=value, encoded as in an address", param=name)
 
 
 def _check_files(signal: Signal, environment: Environment) -> None:
-    for kind in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"):
-        for name in (f"OTEL_EXPORTER_OTLP_{signal.upper()}_{kind}", f"OTEL_EXPORTER_OTLP_{kind}"):
-            _, path = given(environment, name)
-            if path and not os.access(path, os.R_OK):
-                raise ConfigError(f"the file {path!r} cannot be read", param=name)
+    """Raises ConfigError for files of TLS that are not there or not what they should be."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    (name, authority), (certificate_name, certificate), (key_name, key) = [
+        given(environment, *_names(signal, kind)) for kind in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY")
+    ]
+    if key and not certificate:
+        raise ConfigError("there is no certificate for it in OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE", param=key_name)
+    try:
+        if authority and not Path(authority).is_dir():
+            context.load_verify_locations(authority)
+        name = certificate_name
+        if certificate:
+            context.load_cert_chain(certificate, key or None, password="")  # else it would ask the terminal for one
+    except OSError as error:
+        raise ConfigError(f"the file cannot be used: {error.strerror or error}", param=name) from None
 
 
 def make_resource(version: str) -> Any:
     """Returns what all spans and metrics say of this process; OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME win."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
+    variable, text = given(sdk_environment(), "OTEL_RESOURCE_ATTRIBUTES")
+    for pair in filter(None, map(str.strip, text.split(","))):
+        if not pair.partition("=")[0].strip() or "=" not in pair:
+            raise ConfigError(f"{pair!r} is no name=value", param=variable)
     ours = {
         semconv.SERVICE_NAME: semconv.PROVIDER,
         semconv.SERVICE_VERSION: version,

@@ -37,11 +37,12 @@ class Server:
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         config = Config(tracing=TracingConfig(endpoint=endpoint, ratio=1.0))
-        names = exporter_names("traces", endpoint, os.environ)
+        present = otel.sdk_environment()
+        names = exporter_names("traces", endpoint, present)
         self.metrics = make_metrics()
         self.tracing: Tracing | None = None
         if names:
-            self.tracing = make_tracing(config, "1.2.3", self.metrics, Attribution(), names, os.environ)
+            self.tracing = make_tracing(config, "1.2.3", self.metrics, Attribution(), names, present)
 
     def serve(self, *request_ids: str) -> None:
         """Requests from begin to end, of eight spans each."""
@@ -129,6 +130,24 @@ def test_compression(monkeypatch: pytest.MonkeyPatch) -> None:
     with receiving() as collector:
         Server(monkeypatch, **{ENDPOINT: collector.url, "OTEL_EXPORTER_OTLP_COMPRESSION": "gzip"}).serve_and_close()
     assert (collector.headers[0]["content-encoding"], len(collector.spans())) == ("gzip", 8)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"OTEL_EXPORTER_OTLP_COMPRESSION": "none"},
+        {"OTEL_EXPORTER_OTLP_COMPRESSION": "gzip", "OTEL_EXPORTER_OTLP_TRACES_COMPRESSION": "none"},
+        {"OTEL_EXPORTER_OTLP_COMPRESSION": "", "OTEL_EXPORTER_OTLP_TRACES_COMPRESSION": " "},
+        {"OTEL_EXPORTER_OTLP_TIMEOUT": "", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": ""},
+    ],
+)
+def test_over_grpc_none_and_nothing_are_values_too(monkeypatch: pytest.MonkeyPatch, given: Mapping[str, str]) -> None:
+    with receiving_grpc() as collector:
+        Server(
+            monkeypatch, **{ENDPOINT: collector.url, "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", **given}
+        ).serve_and_close()
+    assert len(collector.spans()) == 8
+    assert "grpc-encoding" not in collector.headers[0]
 
 
 def test_a_timeout_gives_a_batch_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +286,17 @@ def test_what_is_no_address_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, 
         ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "tcp"),
         ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon"),
         ("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "0"),
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "inf"),  # with which every batch would fail
+        ("OTEL_BSP_SCHEDULE_DELAY", "9" * 30),
         ("OTEL_EXPORTER_OTLP_CERTIFICATE", "/absent.pem"),
+        ("OTEL_EXPORTER_OTLP_CERTIFICATE", __file__),
+        ("OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE", __file__),
+        ("OTEL_EXPORTER_OTLP_CLIENT_KEY", __file__),  # alone
+        ("OTEL_EXPORTER_OTLP_COMPRESSION", "brotli"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "ok=1,nonsense"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "a b=1"),
+        ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "a=b%0d%0ac"),
+        ("OTEL_RESOURCE_ATTRIBUTES", "a=b,nonsense"),
         ("OTEL_BSP_SCHEDULE_DELAY", "0.5"),
         ("OTEL_BSP_MAX_QUEUE_SIZE", "-1"),
         ("OTEL_BSP_MAX_QUEUE_SIZE", "8"),  # less than a trace
@@ -280,6 +309,43 @@ def test_what_cannot_be_followed_is_refused_by_name(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError) as refusal:
         Server(monkeypatch, "http://127.0.0.1:1", **{name: value})
     assert refusal.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("OTEL_EXPORTER_OTLP_COMPRESSION", "deflate"), ("OTEL_EXPORTER_OTLP_HEADERS", "a=%C3%A9")]
+)
+def test_what_grpc_cannot_follow(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Server(monkeypatch, "http://127.0.0.1:1", **{"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc", name: value})
+    assert (refusal.value.param, "a=" in refusal.value.message) == (name, False), "a header may be a secret"
+
+
+@pytest.mark.parametrize("value", ["-1", "x", "1.5"])
+def test_a_limit_that_is_none_is_refused_before_the_sdk_is_imported(value: str) -> None:
+    """Its import fails on a negative one, with which the telemetry process died, again and again."""
+    program = (
+        "from roseinfer.config.options import Config, TracingConfig; from roseinfer.errors import ConfigError\n"
+        "from roseinfer.observe.observation import Observation, import_exporters\n"
+        "config = Config(tracing=TracingConfig(endpoint='http://127.0.0.1:1'))\n"
+        "import_exporters(config)\n"
+        "try: Observation(config, '1', int, list)\n"
+        "except ConfigError as error: print(error.param)"
+    )
+    environment = {**os.environ, "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT": value}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True
+    )
+    assert result.stdout.strip() == "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT"
+
+
+def test_what_the_standard_has_one_go_on_without_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    fine = {"OTEL_SDK_DISABLED": "FALSE", "OTEL_LOGS_EXPORTER": "none", "OTEL_EXPORTER_OTLP_INSECURE": " true"}
+    otel.warn(fine)
+    assert not caplog.messages
+    odd = {"OTEL_SDK_DISABLED": "yes", "OTEL_LOGS_EXPORTER": "otlp", "OTEL_CONFIG_FILE": "/otel.yaml"}
+    otel.warn(odd)
+    assert [message.split()[0] for message in caplog.messages] == list(odd)
+    assert exporter_names("traces", "http://127.0.0.1:1", odd) == ["otlp"]
 
 
 def test_grpc_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,8 @@ from roseinfer.observe.metrics.protobuf import Exemplars, Values
 _TEMPORALITY = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
 _AGGREGATION = "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION"
 _AGGREGATIONS = ("base2_exponential_bucket_histogram", "explicit_bucket_histogram")  # the default is the first
+_EXEMPLAR_FILTER = "OTEL_METRICS_EXEMPLAR_FILTER"
+_EXEMPLAR_FILTERS = ("trace_based", "always_off")  # likewise
 _DEFAULT_INTERVAL_MS, _DEFAULT_TIMEOUT_MS = "60000", "30000"  # as in the SDK
 _UNITS = {"seconds": "s", "ratio": "1", "": ""}
 _CUMULATIVE = AggregationTemporality.CUMULATIVE
@@ -174,14 +176,24 @@ def make_metrics_export(
     aggregation = aggregation.lower() or _AGGREGATIONS[0]
     if aggregation not in _AGGREGATIONS:
         raise ConfigError(f"{aggregation!r} is none of {', '.join(_AGGREGATIONS)}", param=_AGGREGATION)
+    _, exemplar_filter = otel.given(environment, _EXEMPLAR_FILTER)
+    exemplar_filter = exemplar_filter.lower() or _EXEMPLAR_FILTERS[0]
+    if exemplar_filter not in _EXEMPLAR_FILTERS:
+        raise ConfigError(f"{exemplar_filter!r} is none of {', '.join(_EXEMPLAR_FILTERS)}", param=_EXEMPLAR_FILTER)
     exporters = otel.make_exporters("metrics", exporter_names, None, environment)
     is_exponential = aggregation == _AGGREGATIONS[0]
     points = Points(otel.make_resource(version), version, model_name, is_exponential=is_exponential)
     _, interval_ms = otel.given(environment, "OTEL_METRIC_EXPORT_INTERVAL")
     _, timeout_ms = otel.given(environment, "OTEL_METRIC_EXPORT_TIMEOUT")
+    has_exemplars = exemplar_filter == _EXEMPLAR_FILTERS[0]
+
+    def collect() -> MetricsData:
+        snapshot = metrics.snapshot()
+        return points.of(snapshot if has_exemplars else ((row, values, {}) for row, values, _ in snapshot))
+
     return MetricsExport(
         exporters,
-        lambda: points.of(metrics.snapshot()),
+        collect,
         float(interval_ms or _DEFAULT_INTERVAL_MS) / 1e3,
         float(timeout_ms or _DEFAULT_TIMEOUT_MS),
     )

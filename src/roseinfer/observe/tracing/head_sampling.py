@@ -42,8 +42,9 @@ def make_propagator(environment: Environment) -> TextMapPropagator:
     """Returns the propagators that OTEL_PROPAGATORS names. Raises ConfigError for one whose headers are not kept."""
     variable, names = given(environment, "OTEL_PROPAGATORS")
     found = [name.strip() for name in (names or "tracecontext,baggage").split(",")]
+    found = [name for name in found if name not in {"", "none"}]
     group = "opentelemetry_propagator"
-    propagator = CompositePropagator([make_component(group, name, variable) for name in found if name != "none"])
+    propagator = CompositePropagator([make_component(group, name, variable) for name in found])
     if unknown := propagator.fields - set(_HEADERS):
         raise ConfigError(f"{names!r} reads {', '.join(sorted(unknown))}, which is not kept", param=variable)
     return propagator

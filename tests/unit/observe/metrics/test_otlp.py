@@ -112,6 +112,14 @@ def test_buckets_by_bounds_where_they_are_asked_for(monkeypatch: pytest.MonkeyPa
     assert (sum(point.bucket_counts), len(point.exemplars)) == (point.count, 1)
 
 
+def test_exemplars_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with receiving() as collector:
+        without = {"OTEL_METRICS_EXEMPLAR_FILTER": "always_off"}
+        export(monkeypatch, busy_metrics(), **{ENDPOINT: collector.url, **without}).close()
+    (point,) = collector.metrics()[INTER_TOKEN_LATENCY].exponential_histogram.data_points
+    assert (point.count > 0, len(point.exemplars)) == (True, 0)
+
+
 def test_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     with receiving() as collector:
         running = export(monkeypatch, make_metrics(), **{ENDPOINT: collector.url, "OTEL_METRIC_EXPORT_INTERVAL": "5"})
@@ -145,6 +153,8 @@ def test_without_the_variable_nothing_is_exported() -> None:
         ("OTEL_METRICS_EXPORTER", "pigeon"),
         ("OTEL_METRIC_EXPORT_INTERVAL", "often"),
         ("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "delta"),
+        ("OTEL_METRIC_EXPORT_INTERVAL", "1e300"),  # which no clock can wait for
+        ("OTEL_METRICS_EXEMPLAR_FILTER", "always_on"),  # there are some of kept traces alone
         (AGGREGATION, "none"),
         ("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT", "http://$(NODE_IP):4318/v1/metrics"),
     ],
