@@ -237,6 +237,10 @@ class Failures(logging.Handler):
         self._sdk = logging.getLogger("opentelemetry")
         self._sdk.addHandler(self)
         self._sdk.propagate = False
+        # The exporter for gRPC says nothing twice in 20 s, and what it told one signal is the other's reason too.
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith("opentelemetry."):
+                logging.getLogger(name).filters.clear()
 
     def emit(self, record: logging.LogRecord) -> None:
         self._reasons[record.thread] = record.getMessage()

@@ -1,5 +1,7 @@
 """Every variable of OpenTelemetry that docs/tracing.md promises, against a collector that listens."""
 
+import importlib
+import logging
 import os
 import ssl
 import subprocess
@@ -336,6 +338,19 @@ def test_a_limit_that_is_none_is_refused_before_the_sdk_is_imported(value: str) 
         [sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True
     )
     assert result.stdout.strip() == "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT"
+
+
+def test_every_outage_has_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    """The exporter for gRPC leaves out what it has said in the last 20 s, be it of the other signal."""
+    importlib.reload(importlib.import_module("opentelemetry.exporter.otlp.proto.grpc.exporter"))
+    exporter = logging.getLogger("opentelemetry.exporter.otlp.proto.grpc.exporter")
+    spans, metrics = otel.Failures("spans"), otel.Failures("metrics")
+    for failures, what in ((spans, "traces"), (metrics, "metrics")):
+        exporter.error("Failed to export %s", what)
+        failures.note(is_taken=False)
+        failures.close()
+    reasons = [vars(record)["reason"] for record in caplog.records if record.levelno == logging.WARNING]
+    assert reasons == ["Failed to export traces", "Failed to export metrics"]
 
 
 def test_what_the_standard_has_one_go_on_without_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
