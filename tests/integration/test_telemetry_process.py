@@ -205,6 +205,7 @@ async def test_one_that_hangs_for_long_counts_as_dead(
         monkeypatch.setattr(process_module, "START_S", 0.2)
         server.signal(signal.SIGSTOP)
         run_some(server.traffic, 1)
+        server.forwarder.catch_up()
         monkeypatch.setattr(process_module, "LOOK_INTERVAL_S", 0.05)
         assert server.process._watching is not None
         server.process._watching.cancel()
@@ -212,7 +213,10 @@ async def test_one_that_hangs_for_long_counts_as_dead(
         while server.process.num_restarts == 0:  # noqa: ASYNC110 - nobody is told of it
             await asyncio.sleep(0.01)
         watching.cancel()
-        assert server.is_exact(await server.page())
+        page = await server.page()
+        assert server.is_exact(page)
+        num_dropped = page.value("roseinfer_telemetry_dropped_total", signal="fact")
+        assert num_dropped == server.forwarder.num_dropped > 0, "what it was sent and did not take"
     assert "has not answered for 0.2 s" in caplog.text
 
 

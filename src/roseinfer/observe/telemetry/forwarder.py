@@ -55,6 +55,8 @@ class Forwarder(WriteObserver):
 
     def __init__(self, num_dropped_log_lines: Callable[[], int] = lambda: 0, *, is_traced: bool = False) -> None:
         self.num_dropped = 0  # facts
+        self.num_sent = 0
+        self.num_taken = 0  # of those, as far as the other side has shown it
         self.totals = Totals()
         self.hub = Hub([self.totals, StateLog(), self], MAX_DELAY_S)
         self._num_dropped_log_lines = num_dropped_log_lines
@@ -181,6 +183,7 @@ class Forwarder(WriteObserver):
             self.hub.spent_ns + self._spent_ns,
             self._num_dropped_log_lines(),
         )
+        self.num_sent += self._num_facts
         self._begin_batch()
         self._send(batch)
         self._spent_ns += time.monotonic_ns() - began_ns
@@ -201,6 +204,12 @@ class Forwarder(WriteObserver):
             self.num_dropped += self._num_facts
             self._begin_batch()
             self._send = None
+
+    def lose(self) -> None:
+        """Drops facts from now on, and those that the other side had yet to take when it ended."""
+        self.cut()
+        self.num_dropped += self.num_sent - self.num_taken
+        self.num_taken = self.num_sent
 
     def resume(self, send: Callable[[Message], None], num_restarts: int) -> None:
         """Sends what is true now, and every fact from now on."""

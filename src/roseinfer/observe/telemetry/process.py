@@ -138,7 +138,7 @@ class TelemetryProcess:
         self._forwarder.resume(self._link.send, self.num_restarts)
 
     def _on_lost(self) -> None:
-        self._forwarder.cut()
+        self._forwarder.lose()
         self._link = None
         if self._is_closing:
             return
@@ -166,8 +166,10 @@ class TelemetryProcess:
             if link is not judged:
                 judged, limit_s = link, START_S
                 heard_s = self._launched_s
+            num_sent = self._forwarder.num_sent
             with contextlib.suppress(TimeoutError, NotReady):
                 await link.ask("ready", timeout_s=LOOK_INTERVAL_S)
+                self._forwarder.num_taken = num_sent  # before the question
                 heard_s, limit_s = time.monotonic() - self._waited_s(), HANG_S
             if time.monotonic() - self._waited_s() - heard_s > limit_s:
                 _log.error("the telemetry process has not answered for %g s and is ended", limit_s)
