@@ -195,19 +195,19 @@ def _check_headers(signal: Signal, protocol: str, environment: Environment) -> N
 def _check_files(signal: Signal, environment: Environment) -> None:
     """Raises ConfigError for files of TLS that are not there or not what they should be."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    (name, authority), (certificate_name, certificate), (key_name, key) = [
+    (name, path), (certificate_name, certificate), (key_name, key) = [
         given(environment, *_names(signal, kind)) for kind in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY")
     ]
     if key and not certificate:
         raise ConfigError("there is no certificate for it in OTEL_EXPORTER_OTLP_CLIENT_CERTIFICATE", param=key_name)
     try:
-        if authority and not Path(authority).is_dir():
-            context.load_verify_locations(authority)
-        name = certificate_name
+        if path and not Path(path).is_dir():
+            context.load_verify_locations(path)
+        name, path = certificate_name, certificate
         if certificate:
             context.load_cert_chain(certificate, key or None, password="")  # else it would ask the terminal for one
     except OSError as error:
-        raise ConfigError(f"the file cannot be used: {error.strerror or error}", param=name) from None
+        raise ConfigError(f"the file {path!r} cannot be used: {error.strerror or error}", param=name) from None
 
 
 def make_resource(version: str) -> Any:
