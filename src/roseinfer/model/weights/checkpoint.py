@@ -257,12 +257,16 @@ class Checkpoint:
         return name.endswith(".bias") and packed in self._file_of and not self._mapped(name).any()
 
     def _read_quantization(self) -> Quantization | None:
-        """As config.json says, or the file that stood beside it before it did; None for float weights."""
+        """As config.json says, or a file beside it where that does not; None for float weights."""
         name, config = "config.json", self.config.get("quantization_config")
         config = self.config.get("compression_config") if config is None else config  # the first compressed-tensors'
         for name_beside, method in CONFIG_FILES.items():
             if config is None and (self.directory / name_beside).exists():
-                name, config = name_beside, {"quant_method": method, **self._json(name_beside)}
+                content = self._json(name_beside)
+                section = content.get("quantization", content)
+                name, config = name_beside, section
+                if isinstance(section, dict):
+                    config = {"quant_method": method, **section}
         if config is None:
             return None
         try:

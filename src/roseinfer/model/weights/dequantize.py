@@ -17,7 +17,11 @@ UNUSED_SUFFIXES = (  # of scales and zeros of quantised activations and KV cache
     *(".input_scale", ".input_scale_ub", ".input_zero_point", ".activation_scale", ".output_scale"),
     *(".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"),
 )
-CONFIG_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of old files, and their method
+CONFIG_FILES = {  # beside config.json, and their method
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 _PARTS = (  # what a module may have in the place of a float `weight`
     *("weight", "weight_scale", "weight_scale_inv"),
     *("weight_packed", "weight_zero_point", "weight_g_idx", "weight_shape"),
@@ -171,6 +175,8 @@ def _compressed(parts: Parts, quantization: Quantization) -> torch.Tensor:
         num_bits, values = _unpacked(words, num_columns)
         if zeros is None:
             zeros = torch.full(scales.shape, 1 << (num_bits - 1))
+        elif zeros.dtype == torch.int8:  # as the first versions wrote them, each in a byte with its sign
+            zeros = zeros.int() + (1 << (num_bits - 1))
         else:
             zeros = _unpacked(zeros.t(), len(words), num_bits)[1].t()
     else:

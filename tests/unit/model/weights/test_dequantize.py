@@ -88,6 +88,28 @@ def test_a_configuration_beside_config_json(tmp_path: Path, file: str, name: str
         assert torch.equal(checkpoint.tensor("a.weight", (64, 96)), expected)
 
 
+def test_modelopt_s_configuration_beside_config_json(tmp_path: Path) -> None:
+    parts, expected = FORMATS["fp8, a scale each"].store(random_weight(64, 96))
+    write(tmp_path, of_module("a", parts), None)
+    section = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    (tmp_path / "hf_quant_config.json").write_text(
+        json.dumps({"producer": {"name": "modelopt"}, "quantization": section})
+    )
+    with Checkpoint(tmp_path) as checkpoint:
+        assert torch.equal(checkpoint.tensor("a.weight", (64, 96)), expected)
+
+
+def test_zeros_that_are_not_packed_as_the_numbers_are(tmp_path: Path) -> None:
+    """As the first versions of compressed-tensors wrote them, each in a byte with its sign."""
+    method = FORMATS["compressed-tensors, W4A16, zeros"]
+    parts, expected = method.store(random_weight(64, 96))
+    words = parts["weight_zero_point"].t().contiguous().view(torch.uint8)
+    zeros = torch.stack([words & 15, words >> 4], dim=-1).flatten(1).t()
+    parts["weight_zero_point"] = (zeros.int() - 8).to(torch.int8)
+    with Checkpoint(write(tmp_path, of_module("a", parts), method.config)) as checkpoint:
+        assert torch.equal(checkpoint.tensor("a.weight", (64, 96)), expected)
+
+
 def test_the_section_has_another_name_in_the_first_files_of_compressed_tensors(tmp_path: Path) -> None:
     method = FORMATS["compressed-tensors, W4A16"]
     parts, expected = method.store(random_weight(64, 96))
