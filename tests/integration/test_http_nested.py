@@ -52,6 +52,16 @@ async def test_what_is_as_deep_as_the_stack_bears_is_the_fault_of_its_client(fie
             assert answer.status in ({200, 400} if depth < 512 else {400}), (depth, answer.body)
 
 
+async def test_a_number_that_must_be_whole_is_named_beside_what_is_as_deep() -> None:
+    async with serving(ScriptedEngine(says("a")), text=text_model(template=TEMPLATE)) as server:
+        for opening, closing in (('{"x":', "}"), ("[", "]")):
+            deep = opening * 508 + "1.0" + closing * 508
+            body = f'{{"messages":[{{"role":"user","content":1.0,"x":{deep}}}]}}'
+            headers = {"Content-Type": "application/json"}
+            answer = await server.request("POST", "/v1/chat/completions", data=body.encode(), headers=headers)
+            assert (answer.status, answer.error["param"]) == (400, "messages[0].content")
+
+
 async def test_what_a_response_gives_back_may_be_nested_in_512_levels() -> None:
     metadata = '{"x":' * 511 + "1" + "}" * 511
     async with serving(ScriptedEngine(says("a")), text=text_model(template=TEMPLATE)) as server:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -144,10 +144,11 @@ def _without_nulls(value: object, level: int = 0) -> object:
 
 def _whole_numbers(value: object) -> object:
     """Integers for numbers such as 1.0: JSON has one kind of number."""
+    # By `map`, since a comprehension is a second frame at each level, and the stack bears no 1,000.
     if isinstance(value, list):
-        return [_whole_numbers(inner) for inner in value]
+        return list(map(_whole_numbers, value))
     if isinstance(value, dict):
-        return {key: _whole_numbers(inner) for key, inner in value.items()}
+        return dict(zip(value, map(_whole_numbers, value.values()), strict=True))
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -157,7 +158,7 @@ def _refusal(misfit: Misfit, given: object) -> InvalidRequest:
     match misfit.path:
         case path if misfit.kind == "missing field" and _is_null(given, path):
             return InvalidRequest(f"`{param}` must not be null.", param=param)
-        case (*_, int(), "content" | "output", int(), "type") if isinstance(misfit.value, str):
+        case (*_, int(), "content" | "output", int(), "type") if _is_no_text(misfit.value):
             part = param.removesuffix(".type")
             message = f"`{part}`: Only text content is supported, not {misfit.value[:100]!r}."
             return InvalidRequest(message, param=param)
@@ -167,6 +168,11 @@ def _refusal(misfit: Misfit, given: object) -> InvalidRequest:
             note = "; only functions are served as tools"
     kinds = {"unknown field": UnknownField, "missing field": MissingField}  # by which the log tells them apart
     return kinds.get(misfit.kind, InvalidRequest)(misfit.sentence(note), param=param)
+
+
+def _is_no_text(kind: object) -> TypeGuard[str]:
+    """Whether a part of this type is something else than text, for which each API has names of its own."""
+    return isinstance(kind, str) and not kind.endswith("text")
 
 
 def _tool_form(given: Any, missing: Path) -> str:
@@ -206,14 +212,14 @@ def _decode_object(raw: bytes | bytearray) -> dict[str, Any]:
     raise InvalidRequest(misfit.sentence(), param=misfit.where)
 
 
-def _path_of_oversized(raw: bytes | bytearray | msgspec.Raw) -> tuple[str, ...]:
-    """Where the first number is, in an object or in objects within it, that does not decode."""
+def _path_of_oversized(raw: bytes | bytearray | msgspec.Raw, level: int = 0) -> tuple[str, ...]:
+    """Where the first number is, in an object or in the first levels of those within it, that does not decode."""
     for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
         try:
             msgspec.json.decode(value)
         except msgspec.ValidationError:
-            is_object = bytes(memoryview(value)[:1]) == b"{"
-            return (name, *(_path_of_oversized(value) if is_object else ()))
+            goes_on = level < _MAX_LEVELS and bytes(memoryview(value)[:1]) == b"{"  # each level decodes the rest anew
+            return (name, *(_path_of_oversized(value, level + 1) if goes_on else ()))
     return ()
 
 

@@ -133,6 +133,12 @@ def test_content_that_is_no_text_is_named_as_that(part: dict[str, Any]) -> None:
     assert error.message == f"`messages[0].content[1]`: Only text content is supported, not {part['type']!r}."
 
 
+@pytest.mark.parametrize("name", ["input_text", "output_text", "tool_text"])
+def test_a_text_under_the_name_of_another_api_hears_the_names_here(name: str) -> None:
+    error = refused({"messages": [{"role": "user", "content": [{"type": name, "text": "a"}]}]})
+    assert error.message == f"`messages[0].content[0].type`: Expected one of 'refusal', 'text'; got {name!r}."
+
+
 def test_a_bad_refusal_hears_what_is_wrong_and_not_that_it_is_no_text() -> None:
     error = refused({"messages": [{"role": "assistant", "content": [{"type": "refusal", "refusal": 5}]}]})
     assert error.message == "`messages[0].content[0].refusal`: Expected `string`, got `integer`."
@@ -177,6 +183,9 @@ def test_a_limit_below_zero_hears_the_least_that_makes_sense() -> None:
 def test_a_number_that_nothing_holds_is_named_with_its_field() -> None:
     error = refused(b'{"prompt": "a", "temperature": 1e999}')
     assert (error.param, error.message) == ("temperature", "`temperature`: Number out of range.")
+    nested = b'{"metadata": ' + b'{"a": ' * 400 + b"1e999" + b"}" * 401
+    error = refused(nested)
+    assert error.param == "metadata" + ".a" * 6  # finding all of its path would take a second of a long body
 
 
 @pytest.mark.parametrize(
