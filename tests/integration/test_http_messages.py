@@ -280,6 +280,16 @@ async def test_the_stop_reason(said: Reply, body: dict[str, Any], ending: tuple[
     assert texts == ([] if ending[0] is None else [ending[0]])
 
 
+async def test_thoughts_that_are_not_wanted_are_empty_blocks() -> None:
+    engine = ScriptedEngine(says(f"<think>Hm.</think>{CALL}", FinishReason.STOP), LONG)
+    async with serving(engine, text=text_model(template=TEMPLATE)) as server:
+        message = await both(server, tools=[TOOL], thinking={"type": "adaptive", "display": "omitted"})
+    thoughts, call = message["content"]
+    assert thoughts == {"type": "thinking", "thinking": "", "signature": "unsigned"}
+    assert call["input"] == {"a": 1}
+    assert message["usage"]["output_tokens_details"]["thinking_tokens"] > 0
+
+
 async def test_a_maximum_is_cut_to_what_the_context_leaves() -> None:
     _, engine = await ask(says("x"), max_tokens=32000)
     [request] = engine.requests
@@ -389,6 +399,9 @@ async def test_a_forced_call_is_a_grammar(choice: dict[str, Any], names: list[st
             "`output_format`: An answer with a form cannot continue the text of `messages[1]`.",
         ),
         ({"thinking": {"type": "on"}}, "`thinking.type`: Expected one of"),
+        ({"thinking": {"type": "enabled", "budget": 5}}, "Unknown field `thinking.budget`."),
+        ({"output_config": {"task_budget": {"type": "tokens", "total": 5}}}, "Unknown field `output_config.task_budg"),
+        ({"tools": [TOOL], "tool_choice": {"type": "any", "parallel": False}}, "Unknown field `tool_choice.parallel`."),
         ({"mcp_servers": [{"url": "x"}]}, "`mcp_servers` is not supported"),
         ({"container": "x"}, "`container` is not supported"),
         ({"temperature": 5}, "`temperature`: Expected"),

@@ -193,6 +193,7 @@ async def test_earlier_thoughts_are_given_to_the_template(field: str, said: dict
         ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "reasoning_effort"),
         ({"reasoning": {"enabled": True}, "thinking": {"type": "disabled"}}, "thinking.type"),
         ({"reasoning": {"max_tokens": -1}}, "reasoning.max_tokens"),
+        ({"reasoning": {"budget_tokens": 5}}, "reasoning.budget_tokens"),
         ({"enable_thinking": "no"}, "enable_thinking"),
         ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, "messages[0]"),
     ],

@@ -40,14 +40,17 @@ class MessageDialect(Dialect):
 
     id_prefix = "msg_"
 
-    def __init__(self, max_tokens: int, parser: AnswerParser | None, request_id: str) -> None:
+    def __init__(
+        self, max_tokens: int, parser: AnswerParser | None, request_id: str, *, shows_thoughts: bool = True
+    ) -> None:
         self._max_tokens = max_tokens
         self._parser = parser
         self._request_id = request_id
+        self._shows_thoughts = shows_thoughts
 
     def begin(self, head: Head, generation: Generation) -> None:
         super().begin(head, generation)
-        self._blocks = BlockEvents()
+        self._blocks = BlockEvents(shows_thoughts=self._shows_thoughts)
         [self._choice] = generation.choices
 
     def first_frames(self) -> bytes:
@@ -96,12 +99,21 @@ class MessageDialect(Dialect):
             type="message",
             role="assistant",
             model=self.head.model,
-            content=list(_blocks_of(parts)) or [TextBlockReply("")],
+            content=list(self._blocks_in(parts)) or [TextBlockReply("")],
             stop_reason=reason,
             stop_sequence=sequence,
             usage=_usage(self._choice.counts),
             roseinfer_ledger=msgspec.UNSET if ledgers is None else ledgers,
         )
+
+    def _blocks_in(self, parts: Parts) -> Iterator[TextBlockReply | ThinkingBlockReply | ToolUseBlockReply]:
+        if parts.thoughts:
+            yield ThinkingBlockReply(parts.reasoning if self._shows_thoughts else "", SIGNATURE)
+        for part in parts.in_order():
+            if isinstance(part, str):
+                yield TextBlockReply(part)
+            else:
+                yield ToolUseBlockReply(_tool_use_id(part), part.name or "", _input(part.arguments))
 
     def _ending(self) -> tuple[StopReason, str | None]:
         """Why the message has ended, and the stop sequence if that is why."""
@@ -122,16 +134,6 @@ def _usage(counts: TokenCounts) -> MessageUsage:
         output_tokens=counts.generated,
         output_tokens_details=OutputTokensDetails(counts.reasoning),
     )
-
-
-def _blocks_of(parts: Parts) -> Iterator[TextBlockReply | ThinkingBlockReply | ToolUseBlockReply]:
-    if parts.thoughts:
-        yield ThinkingBlockReply(parts.reasoning, SIGNATURE)
-    for part in parts.in_order():
-        if isinstance(part, str):
-            yield TextBlockReply(part)
-        else:
-            yield ToolUseBlockReply(_tool_use_id(part), part.name or "", _input(part.arguments))
 
 
 def _tool_use_id(call: CallPart) -> str:
@@ -160,7 +162,8 @@ class BlockEvents:
     What does not change in the deltas of a block is encoded once; a delta joins bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, shows_thoughts: bool = True) -> None:
+        self._shows_thoughts = shows_thoughts
         self._num_blocks = 0
         self._kind = ""  # of the open block
         self._delta_head = b""
@@ -172,7 +175,7 @@ class BlockEvents:
 
     def parts(self, parts: Parts) -> bytes:
         """What parts of the answer add."""
-        frames = [self._add("thinking", parts.reasoning)] if parts.thoughts else []
+        frames = [self._think(parts.reasoning)] if parts.thoughts else []
         for part in parts.in_order():
             if isinstance(part, str):
                 frames.append(self.text(part))
@@ -182,6 +185,11 @@ class BlockEvents:
             if part.pieces:
                 frames.append(self._delta(part.arguments))
         return b"".join(frames)
+
+    def _think(self, thoughts: str) -> bytes:
+        if self._shows_thoughts:
+            return self._add("thinking", thoughts)
+        return b"" if self._kind == "thinking" else self._open("thinking")
 
     def text(self, text: str) -> bytes:
         """A piece of text."""

@@ -33,7 +33,8 @@ async def create_message(request: web.Request) -> web.StreamResponse:
         reads_calls=turn.tool_use is not None,
     )
     parser = turn.parser() if turn.has_parts else None
-    return await respond(request, job, MessageDialect(body.max_tokens, parser, request[REQUEST_ID]))
+    dialect = MessageDialect(body.max_tokens, parser, request[REQUEST_ID], shows_thoughts=body.shows_thoughts)
+    return await respond(request, job, dialect)
 
 
 async def count_tokens(request: web.Request) -> web.StreamResponse:

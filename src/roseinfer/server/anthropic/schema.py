@@ -10,7 +10,7 @@ from msgspec import Meta
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import Grammar, MinTokens, TokenCount
 from roseinfer.runtime.validation import Misfit
-from roseinfer.server.api.fields import ConversationPart, SamplingBody, Schema, StopStrings, given, holds, when
+from roseinfer.server.api.fields import ConversationPart, Part, SamplingBody, Schema, StopStrings, given, holds, when
 from roseinfer.server.api.functions import FunctionChoice
 from roseinfer.server.api.unserved import OF_MESSAGES, Unserved
 from roseinfer.text.answers.functions import Function
@@ -147,7 +147,7 @@ class ToolParam(ConversationPart, frozen=True, kw_only=True):
             raise Misfit(f"no tool {kind!r} is built into this server; give one with an `input_schema`", ("type",))
 
 
-class ToolChoice(ConversationPart, frozen=True, kw_only=True):
+class ToolChoice(Part, frozen=True, kw_only=True):
     """Whether a tool must be called, and which; `name` belongs to the type `tool`."""
 
     relations: ClassVar[tuple[Schema, ...]] = (when(holds("type", "tool"), given("name")),)
@@ -166,11 +166,16 @@ class ToolChoice(ConversationPart, frozen=True, kw_only=True):
         return not self.disable_parallel_tool_use and self.type != "tool"
 
 
-class ThinkingParam(ConversationPart, frozen=True, kw_only=True):
-    """Whether the model is to think before it answers."""
+class ThinkingParam(Part, frozen=True, kw_only=True):
+    """Whether the model is to think before it answers, and whether the answer has its thoughts.
+
+    Thoughts here are bound to no conversation, so `block_binding` has no effect.
+    """
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: MinTokens | None = None
+    display: Literal["summarized", "omitted"] = "summarized"
+    block_binding: Any = None
 
 
 class JsonFormat(ConversationPart, frozen=True, kw_only=True):
@@ -180,7 +185,7 @@ class JsonFormat(ConversationPart, frozen=True, kw_only=True):
     schema: dict[str, Any]
 
 
-class OutputConfig(ConversationPart, frozen=True, kw_only=True):
+class OutputConfig(Part, frozen=True, kw_only=True):
     """How to answer."""
 
     effort: Effort | None = None
@@ -221,7 +226,8 @@ class CountBody(SamplingBody, frozen=True, kw_only=True):
         ThinkingParam | None,
         Meta(
             description="`enabled` or `disabled`, where the chat template has a switch for it; `adaptive`, or nothing: "
-            "as the template does by default. `budget_tokens`: most tokens of thoughts."
+            "as the template does by default. `budget_tokens`: most tokens of thoughts. `display`: `omitted` leaves "
+            "the blocks of thoughts empty. `block_binding`: no effect, since thoughts are not signed."
         ),
     ] = None
     output_config: Annotated[
@@ -292,6 +298,11 @@ class CountBody(SamplingBody, frozen=True, kw_only=True):
         is_on = {"enabled": True, "disabled": False}.get(self.thinking.type)
         budget = None if is_on is False else self.thinking.budget_tokens
         return Thinking(switched_effort(is_on, effort), budget, "thinking.budget_tokens")
+
+    @property
+    def shows_thoughts(self) -> bool:
+        """Whether the answer has the thoughts; else it has empty blocks in their place."""
+        return self.thinking is None or self.thinking.display == "summarized"
 
     @property
     def function_choice(self) -> FunctionChoice:

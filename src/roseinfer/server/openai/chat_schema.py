@@ -220,13 +220,17 @@ class ThinkingSwitch(Part, frozen=True, kw_only=True):
     budget_tokens: MinTokens | None = None
 
 
-class ReasoningSettings(ConversationPart, frozen=True, kw_only=True):
-    """Whether and how much the model thinks, and whether the answer has it, as OpenRouter has it."""
+class ReasoningSettings(Part, frozen=True, kw_only=True):
+    """Whether and how much the model thinks, and whether the answer has it, as OpenRouter has it.
+
+    The answer has the thoughts themselves, whatever `summary` says.
+    """
 
     effort: Effort | None = None
     max_tokens: MinTokens | None = None
     exclude: bool = False
     enabled: bool | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True):
@@ -300,7 +304,8 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True):
         ReasoningSettings,
         Meta(
             description="As OpenRouter has it: `effort` is `reasoning_effort`, `max_tokens` `thinking_token_budget`, "
-            "`exclude` is the opposite of `include_reasoning`, and `enabled` is `enable_thinking`."
+            "`exclude` is the opposite of `include_reasoning`, and `enabled` is `enable_thinking`. `summary`, of "
+            "OpenAI's Responses, has no effect."
         ),
     ] = ReasoningSettings()
     enable_thinking: Annotated[

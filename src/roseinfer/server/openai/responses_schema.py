@@ -192,12 +192,17 @@ class TextOptions(Part, frozen=True, kw_only=True):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ReasoningOptions(ConversationPart, frozen=True, kw_only=True):
-    """How the model reasons, and whether its thoughts are their own summary too."""
+class ReasoningOptions(Part, frozen=True, kw_only=True):
+    """How the model reasons, and whether its thoughts are their own summary too.
+
+    Which earlier thoughts the model sees is up to its template, so `context` has no effect.
+    """
 
     effort: Effort | None = None
     summary: Summary | None = None
     generate_summary: Summary | None = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
+    mode: Literal["standard"] | None = None
 
 
 class ResponseStreamOptions(Part, frozen=True, kw_only=True):
@@ -248,7 +253,8 @@ class ResponseBody(OpenAIBody, frozen=True, kw_only=True):
         ReasoningOptions,
         Meta(
             description="`summary`: the thoughts are in the answer as their own summary too. `effort`: see "
-            "structured-output.md."
+            "structured-output.md. `context` has no effect: which earlier thoughts the model sees, its template says. "
+            "There is one `mode`, `standard`."
         ),
     ] = ReasoningOptions()
     thinking_token_budget: ThinkingBudget = None
