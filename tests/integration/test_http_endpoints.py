@@ -105,6 +105,7 @@ async def test_a_field_that_does_not_fit_is_named(path: str, body: dict[str, Any
 async def test_one_model_by_name() -> None:
     async with serving(ScriptedEngine()) as server:
         [listed] = (await server.get("/v1/models")).json["data"]
+        assert listed["lifecycle"] == "active"  # without a default in Anthropic's SDK
         assert (await server.get("/v1/models/scripted")).json == listed
         assert (await server.get("/v1/models/")).json["data"] == [listed]
         unknown = await server.get("/v1/models/some/other")

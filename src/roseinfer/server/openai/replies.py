@@ -177,6 +177,7 @@ class ModelCard(msgspec.Struct):
     vocab_size: int
     type: Literal["model"]  # from here on as Anthropic's clients read it
     display_name: str
+    lifecycle: Literal["active"]
     created_at: str
     max_input_tokens: int
 

@@ -140,6 +140,7 @@ def _model(service: Service, name: str) -> dict[str, object]:
         "vocab_size": service.client.info.vocab_size,
         "type": "model",
         "display_name": name,
+        "lifecycle": "active",
         "created_at": datetime.fromtimestamp(_CREATED, UTC).isoformat(),
         "max_input_tokens": service.client.info.max_model_len - 1,
     }
