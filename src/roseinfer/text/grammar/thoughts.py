@@ -39,6 +39,7 @@ class ThoughtMatcher:
         self._matcher, self._behind = before, behind
         self._closing = thought.closing
         self._num_left = thought.max_tokens
+        self._to_close: list[int] = []  # tokens that are left of a closing tag that is forced
 
     @property
     def _is_thinking(self) -> bool:
@@ -56,9 +57,13 @@ class ThoughtMatcher:
     def error(self) -> str:
         return "" if self._matcher is None else self._matcher.error
 
+    def _find_to_close(self) -> list[int]:
+        """What must come next where no more thoughts may: found once, since a token may end amid a character."""
+        return self._to_close or self._tokens.encode(self._parser.missing)
+
     def fill(self, allowed: MaskArray) -> None:
         if self._is_thinking and self._num_left == 0:
-            token_id = self._tokens.encode(self._parser.missing)[0]
+            token_id = self._find_to_close()[0]
             allowed[:] = 0
             allowed[token_id // 32] = np.uint32(1 << (token_id % 32))
         elif self._matcher is None:
@@ -81,11 +86,12 @@ class ThoughtMatcher:
 
     def forced(self) -> list[int]:
         if self._is_thinking:
-            return [] if self._num_left != 0 else self._tokens.encode(self._parser.missing)
+            return [] if self._num_left != 0 else self._find_to_close()
         return [] if self._matcher is None else self._matcher.forced()
 
     def accept(self, token_id: int) -> None:
         if self._is_thinking:
+            self._to_close = self._find_to_close()[1:] if self._num_left == 0 else []
             self._num_left = self._num_left and self._num_left - 1
         elif self._matcher is not None:
             self._matcher.accept(token_id)

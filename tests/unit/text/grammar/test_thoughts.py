@@ -13,6 +13,8 @@ from roseinfer.engine.core.constraint import Matcher
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import Grammar, Thought
 from roseinfer.text.answers.functions import Function
+from roseinfer.text.answers.reasoning import FORMATS as FORMATS_OF_THOUGHTS
+from roseinfer.text.answers.reasoning import ReasoningFormat
 from roseinfer.text.answers.tool_formats import FORMATS as TOOL_FORMATS
 from roseinfer.text.answers.tool_use import ToolUse
 from roseinfer.text.grammar.checker import GrammarChecker
@@ -161,6 +163,25 @@ def test_a_thought_of_as_many_tokens_as_it_may_have_is_closed(
         for token_id in model.ids("\n\n" + FORMS[kind][1]):
             assert token_id in model.allowed(matcher)
             matcher.accept(token_id)
+
+
+@pytest.mark.parametrize("tags", FORMATS_OF_THOUGHTS.values(), ids=FORMATS_OF_THOUGHTS)
+@pytest.mark.parametrize("begun", ["", "x", "{:.1}", "{:.3}"])
+def test_every_closing_tag_can_be_forced_also_where_tokens_end_amid_its_characters(
+    model: Model, tags: ReasoningFormat, begun: str
+) -> None:
+    thought = begun.format(tags.closing)
+    matcher = model.follow(
+        Grammar("regex", "ok", Thought(*tags, is_open=True, max_tokens=len(model.ids(thought)))), thought
+    )
+    text = thought.encode()
+    while not text.endswith(tags.closing.encode()) and len(text) < 100:
+        [token_id] = model.allowed(matcher)
+        assert matcher.copy().forced()[0] == token_id
+        text += model.tokenizer.tagged_text_bytes(token_id)
+        matcher.accept(token_id)
+    assert text.decode() == thought.removesuffix(tags.closing[: len(thought)]) + tags.closing
+    assert model.ids("o")[0] in model.allowed(matcher)
 
 
 def test_a_text_without_a_form_is_free_but_for_the_length_of_its_thoughts(model: Model) -> None:
