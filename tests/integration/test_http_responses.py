@@ -184,6 +184,22 @@ async def test_thoughts_that_a_limit_cuts_are_not_complete() -> None:
     assert answer.json["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
+@pytest.mark.parametrize(
+    ("text", "body"), [("<think>", {}), ("<tool_call>", {"tools": [TOOL], "tool_choice": "required"})]
+)
+async def test_a_limit_before_all_text_leaves_a_whole_stream_with_its_ledger(text: str, body: dict[str, Any]) -> None:
+    async with serving(ScriptedEngine(says(text)), text=text_model(template=TEMPLATE)) as server:
+        server.service.grammars = Checks()
+        body = {"input": "Hi", "stream": True} | body
+        answer = await server.request("POST", "/v1/responses", json=body, headers={"x-roseinfer-ledger": "1"})
+    events = parsed(answer)
+    assert [event["type"] for event in events] == [
+        f"response.{kind}" for kind in ("created", "in_progress", "incomplete")
+    ]
+    [ledger] = events[-1]["response"]["roseinfer_ledger"]
+    assert ledger["finish_reason"] == "length"
+
+
 async def test_the_order_of_the_events() -> None:
     answer, _ = await ask(f"<think>T</think>t{CALL}", stream=True, tools=[TOOL], reasoning={"summary": "auto"})
     kinds = [event["type"].removeprefix("response.") for event in parsed(answer)]

@@ -219,7 +219,9 @@ class _Reply:
         finally:
             await beacon.stop()
         if self._exchange.wants_ledgers:  # in a write of their own: no token waits for them
-            await stream.write(dialect.last_frames(await self._exchange.wanted_ledgers()))
+            last = first + dialect.last_frames(await self._exchange.wanted_ledgers())
+            stream = self._exchange.stream or await self._open(request)  # its tokens may have made no frame
+            await stream.write(last)
         await stream.write_eof()
         return stream
 
