@@ -381,7 +381,7 @@ class AsyncEngine:
             entry.timeline.finish_reason = finish_reason
             never_ran = finish_reason is FinishReason.TIMEOUT and not entry.timeline.scheduled_ns
             entry.timeline.error_code = (QueueTimeout.code or "") if never_ran else _CODES.get(finish_reason, "")
-        if finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
+        if {finish_reason, entry.timeline.finish_reason} & {FinishReason.STOP, FinishReason.LENGTH}:  # or a stop string
             self.queue_estimate.measure_place(tokens_ns - entry.timeline.scheduled_ns)
         self._forget(entry)
         self._drop_slot(entry)

@@ -10,6 +10,7 @@ import pytest
 from roseinfer.engine.link import client as client_module
 from roseinfer.engine.link.client import MAX_TAKEN, AsyncEngine, Mailbox
 from roseinfer.engine.link.heartbeat import Activity, Heartbeat
+from roseinfer.engine.queue_estimate import MIN_STARTS
 from roseinfer.errors import EngineDead, NotReady, SlowReader
 from roseinfer.messages import Abort, Command, Event, IdleReport, Request, StepOutput, TokenLogprobs, TokenOutput
 from roseinfer.records import (
@@ -168,6 +169,21 @@ async def test_tokens_made_before_an_abort_arrived_are_still_counted(
     transport.step()
     assert told.events[-2:] == [("step", []), ("finish", FinishReason.STOP)]
     assert len(timeline.token_ns) == 2
+
+
+async def test_a_place_that_a_stop_string_freed_is_measured_and_one_that_a_client_left_is_not(
+    client: AsyncEngine, transport: ManualTransport
+) -> None:
+    """The engine hears of both as an abort. A server whose answers end at stop strings must learn to refuse, too."""
+    for reason, is_measured in ((FinishReason.ABORT, False), (FinishReason.STOP, True)):
+        for _ in range(MIN_STARTS):
+            timeline, stream, task = await begin(client, transport, max_tokens=50)
+            await task
+            timeline.finish_reason = reason
+            await stream.aclose()
+            transport.step()
+            client.close_timeline(timeline)
+        assert client.queue_estimate.is_measured is is_measured
 
 
 async def test_death_ends_every_stream_after_what_was_already_due(
