@@ -6,13 +6,14 @@ counts its work, so that neither a compilation nor a mask takes longer than the 
 
 import dataclasses
 import json
+import math
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import llguidance
 import msgspec
@@ -61,6 +62,10 @@ _JSON_OPTIONS = {
     "key_separator": ": ?",
     "lenient": False,
 }
+_DATA_KEYS = frozenset({"const", "enum", "default", "examples"})
+_NAMING_KEYS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_MINIMA, _MAXIMA = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_LEAST_ABOVE_0 = 1e-30  # the library writes bounds out, and not with hundreds of zeros
 # What a schema holds that can grow. Half-quoted are words of which there are several: `patternProperties`, `minLength`
 # and `maxLength`, `exclusiveMinimum` and `exclusiveMaximum`. And an escape may spell any of them.
 _GROWING = (
@@ -295,7 +300,40 @@ def _value(name: str, shape: ParameterShape) -> Iterator[str]:
 
 def _with_options(schema: dict[str, Any]) -> str:
     """The schema with the library's options inside, where its own could stand."""
-    return json.dumps(schema | {"x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
+    return json.dumps(_with_strict_bounds(schema) | {"x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
+
+
+def _with_strict_bounds(schema: Any) -> Any:
+    """The schema, with bounds that the library excludes where they are to be excluded.
+
+    Of numbers above 2 and up to 2.5, or of others with one whole part, it allows 2 too. Above the float that follows 2
+    it does not, and nothing is lost. Data in a schema, such as a `const`, stays as it is.
+    """
+    if isinstance(schema, list):
+        return [_with_strict_bounds(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    strict: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMING_KEYS and isinstance(value, dict):  # names may be any words
+            strict[key] = {name: _with_strict_bounds(part) for name, part in value.items()}
+        else:
+            strict[key] = value if key in _DATA_KEYS else _with_strict_bounds(value)
+    low, high = strict.get("exclusiveMinimum"), strict.get("exclusiveMaximum")
+    if _is_number(low) and low >= 0 and any(low < end < low + 1 for end in _numbers(strict, _MAXIMA)):
+        strict["exclusiveMinimum"] = math.nextafter(low, math.inf) if low else _LEAST_ABOVE_0
+    elif _is_number(high) and high < 0 and any(high - 1 < end < high for end in _numbers(strict, _MINIMA)):
+        strict["exclusiveMaximum"] = math.nextafter(high, -math.inf)
+    return strict
+
+
+def _numbers(schema: dict[str, Any], keys: Iterable[str]) -> list[int | float]:
+    """The numbers that these keywords have."""
+    return [value for key in keys if _is_number(value := schema.get(key))]
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _quote(text: str) -> str:

@@ -100,6 +100,41 @@ def test_there_is_no_free_whitespace_to_go_on_with_for_ever(vocabulary: Vocabula
     assert ord(" ") not in allowed(follow(vocabulary, schema({"type": "object"}), '{"a": '))
 
 
+@pytest.mark.parametrize("low", [-3, -2, -1, 0, 0.0, 1, 2, 2.5, 7])
+@pytest.mark.parametrize("width", [0.25, 0.5, 1, 1.5, 10])
+@pytest.mark.parametrize("low_name", ["minimum", "exclusiveMinimum"])
+@pytest.mark.parametrize("high_name", ["maximum", "exclusiveMaximum"])
+def test_a_number_is_within_its_bounds_and_may_be_one_that_is_not_excluded(
+    vocabulary: Vocabulary, low: float, width: float, low_name: str, high_name: str
+) -> None:
+    """Of numbers with one whole part, such as those above 0 and up to 0.5, the library itself allows that part too."""
+    bounds = {low_name: low, high_name: low + width}
+    of_number = {"type": "number"} | bounds
+    for of in (of_number, {"$ref": "#/$defs/const", "$defs": {"const": {"anyOf": [of_number]}}}):
+        compiled = vocabulary.compile(schema(of))
+        for name, end in bounds.items():
+            may_be_end = not name.startswith("exclusive")
+            assert is_accepted(compiled, json.dumps(end)) is may_be_end, end
+            assert not is_accepted(compiled, json.dumps(end + (1 if end > low else -1)))
+        assert is_accepted(compiled, json.dumps(low + width / 2))
+
+
+def is_accepted(compiled: Compiled, text: str) -> bool:
+    """Whether the text may come, and end there."""
+    matcher = compiled.matcher()
+    for byte in text.encode():
+        if matcher.is_over or byte not in allowed(matcher):
+            return False
+        matcher.accept(byte)
+    return matcher.is_over or EOS in allowed(matcher)
+
+
+def test_data_in_a_schema_stays_as_it_is(vocabulary: Vocabulary) -> None:
+    data = {"exclusiveMinimum": 0, "maximum": 0.5}
+    for of in ({"const": data}, {"enum": [data]}):
+        assert follow(vocabulary, schema(of), json.dumps(data)).is_over
+
+
 def test_a_client_cannot_turn_the_options_off(vocabulary: Vocabulary) -> None:
     loose = schema({"type": "object", "x-guidance": {"whitespace_flexible": True}})
     assert ord(" ") not in allowed(follow(vocabulary, loose, "{"))
