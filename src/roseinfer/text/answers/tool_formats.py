@@ -46,8 +46,15 @@ class ToolFormat:
     after_call: str
     has_short_ids: bool = False  # its templates demand nine letters or digits
 
+    def can_write(self, key: str) -> bool:
+        """Whether a parameter's name, where arguments are no JSON object, is read again as it was written."""
+        assert self.parameters is not None, "an object holds any name"
+        is_one_name = self.syntax != "python" or _NAME.fullmatch(key) is not None
+        return is_one_name and key == key.strip() and self.parameters.after_key not in key
+
 
 CALL_ID = "[CALL_ID]"
+_NAME = re.compile(r"[\w.-]+")
 _LIST = ToolFormat(before_call='{"name": "NAME", "arguments": ', between=", ", after_call="}", after="]")
 _DEEPSEEK_V3 = ToolFormat(
     openings=("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>"),

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from roseinfer.errors import InvalidRequest
 from roseinfer.messages import CallGrammar, CallShape, Grammar, ParameterShape
 from roseinfer.text.answers.functions import Function, may_be_text, parameter_types
 from roseinfer.text.answers.tool_calls import ToolCallParser
@@ -24,7 +25,10 @@ class ToolUse:
     tool_format: ToolFormat
 
     def grammar(self, form_of_text: Grammar | None = None) -> Grammar | None:
-        """Allows calls by their schemas or, unless calls are forced, a text of a form; None where nothing is forced."""
+        """Allows calls by their schemas or, unless calls are forced, a text of a form; None where nothing is forced.
+
+        Raises InvalidRequest for a parameter whose name the format cannot hold.
+        """
         if not self.is_forced and form_of_text is None:
             return None
         form = self.tool_format
@@ -45,6 +49,9 @@ def _shape(form: ToolFormat, function: Function) -> CallShape:
     if form.parameters is None:
         return CallShape(before, schema, form.after_call, name=function.name)
     marks, types = form.parameters, parameter_types(schema)
+    if (odd := next((key for key in types if not form.can_write(key)), None)) is not None:
+        message = f"`tools`: The model's calls cannot hold a parameter called {odd[:100]!r}, as `{function.name}` has."
+        raise InvalidRequest(message, param="tools")
     required = schema.get("required")
     properties: Any = schema["properties"] if types else {}
     shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}

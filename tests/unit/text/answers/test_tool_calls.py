@@ -11,10 +11,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from roseinfer.config.options import StructuredConfig
+from roseinfer.errors import InvalidRequest
+from roseinfer.messages import Grammar
 from roseinfer.text.answers.functions import Function, parameter_types
 from roseinfer.text.answers.parts import Parts
 from roseinfer.text.answers.tool_calls import MAX_RESCANNED_CHARS, ToolCallParser
 from roseinfer.text.answers.tool_formats import FORMATS, find_format
+from roseinfer.text.answers.tool_use import ToolUse
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 NAMES = ["f", "get_weather"]
@@ -404,3 +407,27 @@ def test_what_is_no_call_is_text_once_and_a_call_behind_it_is_found(start: str, 
     text = f'{OPENING}{start}"{"x" * num_chars}", "name": "nobody"}}'
     assert read([text + " bye"]) == (f"{text} bye", [], 0, False)
     assert read([f'{text} {OPENING}{{"name": "f"}}']) == (f"{text} ", [("f", "{}")], 1, False)
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "fine", "odd"),
+    [
+        ("pythonic", ["a", "a-b", "a.b", "é", "_1"], ["first name", "", " a", "a=b", "a\n", '"a"', "a)"]),
+        ("qwen3_coder", ["first name", "a=b", "a<b"], [" a", "a\n", "x>y"]),
+        ("glm45", ["first name", "x>y"], ["a ", "a</arg_key>b"]),
+        ("hermes", ["first name", "", " a\n", '"a"'], []),
+    ],
+)
+def test_a_call_is_forced_only_with_parameters_that_its_format_can_hold(
+    tool_format: str, fine: list[str], odd: list[str]
+) -> None:
+    def grammar(key: str) -> Grammar | None:
+        functions = [Function("f", parameters={"properties": {"a": {}, key: {"type": "string"}}})]
+        return ToolUse(functions, is_forced=True, is_parallel=True, tool_format=FORMATS[tool_format]).grammar()
+
+    for key in fine:
+        assert grammar(key) is not None
+    for key in odd:
+        with pytest.raises(InvalidRequest, match=r"`tools`: .* `f`") as refusal:
+            grammar(key)
+        assert refusal.value.param == "tools"
