@@ -62,6 +62,9 @@ _JSON_OPTIONS = {
     "key_separator": ": ?",
     "lenient": False,
 }
+# The library finds all that must come next at each mask. In a grammar whose terminals overlap, such as `/a+/` before
+# `/a+b/`, that may never end, and a matcher cannot be stopped. Of several such lines the last holds.
+_UNFORCED = '%llguidance {"no_forcing": true}'
 _DATA_KEYS = frozenset({"const", "enum", "default", "examples"})
 _NAMING_KEYS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _MINIMA, _MAXIMA = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
@@ -250,7 +253,7 @@ def _form(grammar: Grammar, file: TokenizerFile) -> str:
                 else _joined("start: @calls | @text", calls=lark, text=_form(calls.form, file))
             )
         case "lark":
-            return llguidance.LLMatcher.grammar_from_lark(file.with_ids(grammar.source))
+            return llguidance.LLMatcher.grammar_from_lark(f"{file.with_ids(grammar.source)}\n{_UNFORCED}")
         case "text":
             raise InvalidRequest("Any text is no grammar.")
 

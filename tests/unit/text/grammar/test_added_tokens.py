@@ -195,7 +195,7 @@ def test_whatever_is_said_where_calls_are_forced_is_read_as_calls(
 def test_a_tag_is_forced_as_its_token(loaded: Loaded) -> None:
     """So the model is where its training has it, not behind a tag in pieces."""
     for tag in CALL_TAGS:
-        matcher = loaded.vocabulary.compile(Grammar("lark", f'start: "{tag}\\n" "{{}}"')).matcher()
+        matcher = loaded.vocabulary.compile(Grammar("choice", json.dumps([f"{tag}\n{{}}"]))).matcher()
         assert loaded.allowed(matcher) == {loaded.token_id(tag)}
 
 

@@ -129,6 +129,21 @@ def is_accepted(compiled: Compiled, text: str) -> bool:
     return matcher.is_over or EOS in allowed(matcher)
 
 
+@pytest.mark.parametrize("head", ["", '%llguidance {"no_forcing": false}\n'])
+@pytest.mark.parametrize("thought", [None, Thought("<think>", "</think>", is_open=False)])
+def test_terminals_that_overlap_force_no_text_without_an_end(
+    vocabulary: Vocabulary, head: str, thought: Thought | None
+) -> None:
+    """Behind `q` nothing but `a` can ever come, as A goes on while it can. Who looks for all of it never returns."""
+    source = head + 'start: "p" | "q" A B\nA: /a+/\nB: /a+b/'
+    matcher = vocabulary.compile(Grammar("lark", source, thought)).matcher()
+    for char in "qaaa":
+        assert ord(char) in allowed(matcher)
+        matcher.accept(ord(char))
+    assert allowed(matcher) == {ord("a")}
+    assert matcher.copy().forced() == []
+
+
 def test_data_in_a_schema_stays_as_it_is(vocabulary: Vocabulary) -> None:
     data = {"exclusiveMinimum": 0, "maximum": 0.5}
     for of in ({"const": data}, {"enum": [data]}):
