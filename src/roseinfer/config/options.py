@@ -666,9 +666,20 @@ class Option:
             one_of = f"Expected one of {', '.join(map(str, self.choices))}, got {shown(value)}" if self.choices else ""
             reason = one_of or refusal_of(value, self.type, error, strict=strict)
             raise ConfigError(reason, param=self.path) from None
+        for text in converted if isinstance(converted, tuple) else (converted,):
+            if isinstance(text, str) and not _is_utf8(text):  # as in a path: processes send each other the tree
+                raise ConfigError(f"{shown(text)} is not UTF-8", param=self.path)
         if isinstance(converted, float) and not math.isfinite(converted):
             raise ConfigError(f"Expected a finite number, got {shown(value)}", param=self.path)
         return converted
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 _READ_AS = {int: "an integer", float: "a number", bool: "true or false"}
