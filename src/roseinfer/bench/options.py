@@ -29,6 +29,8 @@ from roseinfer.observe.gaps.causes import Cause
 
 _COUNT = parser_of(Annotated[int, Meta(ge=0)])
 _POSITIVE = parser_of(Positive)
+MAX_REQUESTS = 1_000_000  # of one load, which is planned before it begins
+_NUM_REQUESTS = parser_of(Annotated[int, Meta(ge=1, le=MAX_REQUESTS)])
 _TOKENS = parser_of(TokenCount)
 _MILLISECONDS = parser_of(Annotated[float, Meta(ge=0, le=3_600_000)])
 _MOMENT = parser_of(Annotated[float, Meta(ge=0, le=86_400)])  # seconds
@@ -198,7 +200,7 @@ def _add_workload(parser: Parser) -> argparse._ArgumentGroup:
     repeats = "request i repeats the prompt as often as the i-th of these, in turn, so lengths mix"
     _add(group, "--prompt-repeats", positives, "N,N", repeats, [1])
     group.add_argument("--unique-prompts", action="store_true", help="end each prompt with its number: no prefix hits")
-    _add(group, "--num-requests", _POSITIVE, "N", "default: 16", 16)
+    _add(group, "--num-requests", _NUM_REQUESTS, "N", "default: 16", 16)
     _add(group, "--max-new-tokens", _TOKENS, "N", "for each request; default: 64", 64)
     _add(group, "--warmup-runs", _COUNT, "N", "not measured; default: 1", 1)
     _add(group, "--repeat-runs", _POSITIVE, "N", "measured; default: 1", 1)
@@ -277,14 +279,14 @@ def add_load(parser: Parser, *, is_sent: bool = True) -> argparse._MutuallyExclu
     _add(arrivals, "--trace", Path, "FILE", trace)
     _add(arrivals, "--scenario", Path, "FILE", "users and phases as Locust has them; see loadtest/README.md")
     num_requests = f"default: {DEFAULT_NUM_REQUESTS}, or as many as --duration holds"
-    _add(group, "--num-requests", _POSITIVE, "N", num_requests)
+    _add(group, "--num-requests", _NUM_REQUESTS, "N", num_requests)
     _add(group, "--duration", _SECONDS, "S", "send for S seconds")
     _add(group, "--prompt-tokens", lengths_of, "N|LOW-HIGH", "of each prompt; default: 16", Lengths(16, 16))
     _add(group, "--max-tokens", lengths_of, "N|LOW-HIGH", "to be generated; default: 128", Lengths(128, 128))
     shared = "of each prompt, from its beginning, that all prompts have in common; default: 0"
     _add(group, "--shared-prefix-share", _SHARE, "SHARE", shared, 0.0)
     _add(group, "--long-prompt-tokens", _TOKENS, "N", "long prompts come beside the others")
-    _add(group, "--num-long", _POSITIVE, "N", "how many; default: 1")
+    _add(group, "--num-long", _NUM_REQUESTS, "N", "how many; default: 1")
     _add(group, "--long-at", seconds_of, "S,S", "when they are sent, in seconds, in turn; default: 1")
     _add(group, "--long-max-tokens", _TOKENS, "N", "default: what --max-tokens says")
     drawn = "arrivals, lengths and prompts" if is_sent else "arrivals, lengths, prompts and tokens"
@@ -321,7 +323,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_max_lag_share(group: argparse._ArgumentGroup) -> None:
-    share = parser_of(Annotated[float, Meta(ge=0)])  # above 1 for users to whom only counts matter
+    share = parser_of(Annotated[float, Meta(ge=0, le=1e9)])  # above 1 for users to whom only counts matter
     text = "the report is invalid when the generator's own lag, p99, is a larger share of the interval; default: 0.1"
     _add(group, "--max-lag-share", share, "SHARE", text, 0.1)
 

@@ -15,7 +15,7 @@ import numpy as np
 from msgspec import Meta
 
 from roseinfer.bench.load.report import mean_interval_ns
-from roseinfer.bench.options import DEFAULT_NUM_REQUESTS, Lengths
+from roseinfer.bench.options import DEFAULT_NUM_REQUESTS, MAX_REQUESTS, Lengths
 from roseinfer.errors import ConfigError
 from roseinfer.messages import TokenCount
 from roseinfer.observe.recorder.recording import Recording, RequestRecord
@@ -24,6 +24,10 @@ from roseinfer.runtime.validation import Misfit, convert
 
 NS_PER_S = 1_000_000_000
 _LONG_AT = (1.0,)  # seconds
+_SAID_BY_TRACE = (
+    *("num_requests", "duration", "prompt_tokens", "max_tokens", "shared_prefix_share"),
+    *("long_prompt_tokens", "num_long", "long_at", "long_max_tokens"),
+)
 FIRST_TOKEN_ID = 3  # below it, vocabularies keep padding and the ends of texts
 SHARED_KEY = 0
 
@@ -109,12 +113,14 @@ class Workload(NamedTuple):
     seed: int
 
     def plan(self) -> list[PlannedRequest]:
-        """The requests in the order in which they are due."""
+        """The requests in the order in which they are due. Raises ConfigError for a duration that holds too many."""
         lengths = random.Random(f"lengths {self.seed}")
         planned = []
         for index, offset_ns in enumerate(self.arrivals.offsets_ns(self.seed)):
             if index == self.num_requests or (self.duration_ns is not None and offset_ns >= self.duration_ns):
                 break
+            if index == MAX_REQUESTS:
+                raise ConfigError(f"holds more than {MAX_REQUESTS} requests", param="--duration")
             segments = prompt_segments(lengths.randint(*self.prompt), self.shared_prefix_share, 1 + index)
             max_tokens = lengths.randint(*self.output)
             planned.append(PlannedRequest(offset_ns=offset_ns, segments=segments, max_tokens=max_tokens))
@@ -228,7 +234,7 @@ def planner_of(arguments: argparse.Namespace) -> Planner:
         plan: Planner = arguments.scenario.plan
         return plan
     if arguments.trace is not None:
-        _refuse(arguments, ("num_requests", "duration", "long_prompt_tokens"), "has no meaning beside --trace")
+        _refuse(arguments, _SAID_BY_TRACE, "has no meaning beside --trace: the file says it")
         planned = plan_of_trace(arguments.trace)
         return lambda _: planned
     interval_ns = (arguments.interval_ms or 0.0) * 1e6
@@ -254,7 +260,7 @@ def planner_of(arguments: argparse.Namespace) -> Planner:
 def _refuse(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
     """Raises ConfigError for the first of these flags that is given."""
     for name in names:
-        if getattr(arguments, name) is not None:
+        if getattr(arguments, name) != arguments.parser.get_default(name):
             raise ConfigError(why, param="--" + name.replace("_", "-"))
 
 

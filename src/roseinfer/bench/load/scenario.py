@@ -17,14 +17,13 @@ import yaml
 from msgspec import Meta
 
 from roseinfer.bench.load.plan import NS_PER_S, PlannedRequest, Segment, prompt_segments
-from roseinfer.bench.options import lengths_of
+from roseinfer.bench.options import MAX_REQUESTS, lengths_of
 from roseinfer.config.sources import yaml_problem
 from roseinfer.errors import ConfigError
 from roseinfer.messages import TokenCount
 from roseinfer.runtime.validation import Misfit, convert
 
 PARAM = "--scenario"
-MAX_REQUESTS = 1_000_000
 
 _TokenRange = TokenCount | str
 _SAID_BY_SCENARIO = (

@@ -89,8 +89,8 @@ def point_of(rate: float, made: ServeRun) -> Point:
         rate=rate,
         num_requests=len(made.requests),
         good_share=num_good / len(made.requests),
-        goodput=num_good / seconds,
-        in_flight=sum(request.latency_ns for request in complete) / 1e9 / seconds,
+        goodput=num_good / seconds if complete else 0.0,  # a single one that failed at once took no time
+        in_flight=sum(request.latency_ns for request in complete) / 1e9 / seconds if complete else 0.0,
         ttft_p99_ms=d.percentile([request.ttft_ns for request in complete], 99) / NS_PER_MS if complete else None,
         tpot_p99_ms=d.percentile(tpots, 99) / NS_PER_MS if tpots else None,
         is_valid=made.is_valid,

@@ -47,6 +47,14 @@ def test_a_grid_a_burst_and_a_duration() -> None:
     assert offsets_ms(PLAIN._replace(duration_ns=30 * MS)) == [0, 20], "whatever ends it first"
 
 
+def test_a_duration_that_holds_too_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roseinfer.bench.load.plan.MAX_REQUESTS", 10)
+    assert len(PLAIN._replace(num_requests=None, duration_ns=200 * MS).plan()) == 10
+    with pytest.raises(ConfigError, match="holds more than 10 requests") as caught:
+        PLAIN._replace(num_requests=None, duration_ns=201 * MS).plan()
+    assert caught.value.param == "--duration"
+
+
 def test_poisson_arrivals_follow_from_the_seed_and_have_the_rate() -> None:
     workload = PLAIN._replace(arrivals=Arrivals(10 * MS, is_poisson=True), num_requests=4000)
     assert offsets_ms(workload) == offsets_ms(workload)

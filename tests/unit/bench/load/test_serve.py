@@ -119,6 +119,8 @@ def test_a_server_that_takes_none_has_other_prompts_each_time_unless_a_seed_is_g
         ("--duration 5", "--duration: needs --rate or --interval-ms"),
         ("--num-long 2", "--num-long: needs --long-prompt-tokens"),
         ("--trace none --num-requests 3", "--num-requests: has no meaning beside --trace"),
+        ("--trace none --prompt-tokens 3", "--prompt-tokens: has no meaning beside --trace: the file says it"),
+        ("--trace none --long-at 3", "--long-at: has no meaning beside --trace"),
         ("--trace none", "--trace: none cannot be read"),
         ("--sweep 5 --slo-ttft-ms 9 --long-at 2", "--long-at: needs --long-prompt-tokens"),
     ],

@@ -38,6 +38,13 @@ def test_a_late_generator_is_no_knee() -> None:
     assert line_of(point(5, is_valid=False)).endswith("INVALID: the load generator was late")
 
 
+def test_a_point_of_a_single_request_that_failed_at_once() -> None:
+    """As of a server that has died: nothing was sent, so no time has passed."""
+    failed = Observed(request_id="", intended_ns=0, end_ns=5 * MS, error="ConnectionRefusedError")
+    counted = point_of(1.0, ServeRun([failed], Verdict(0.0, 1.0, 0.1), Objective(100.0 * MS, None)))
+    assert (counted.good_share, counted.goodput, counted.in_flight) == (0.0, 0.0, 0.0)
+
+
 def test_a_point_counts_what_was_seen() -> None:
     """Three requests over a second: one good, one with a slow first token, one that failed."""
 
