@@ -137,7 +137,11 @@ class Recording:
         return min(stamps, default=0)
 
     def save(self, path: Path) -> None:
-        """Writes the file, whole or not at all. Raises OSError."""
+        """Writes the file, whole or not at all; a pipe or a device stays what it is. Raises OSError."""
+        if path.exists() and not path.is_file():
+            with path.open("wb") as file:
+                self.write(file)
+            return
         scratch = path.with_name(f".{path.name}.part")
         with scratch.open("wb") as file:
             self.write(file)

@@ -1,6 +1,7 @@
 """A recording survives its file, and a file that is none is refused in words."""
 
 import io
+import os
 import random
 import zipfile
 from dataclasses import replace
@@ -23,6 +24,7 @@ from roseinfer.observe.recorder.recording import (
     step_of,
     step_row,
 )
+from tests.background import in_background
 from tests.unit.observe.facts import ENGINE, make_step, make_timeline
 from tests.unit.observe.gaps.test_request_gaps import Bench
 
@@ -88,6 +90,16 @@ def test_a_recording_of_an_earlier_format_counts_nothing_of_what_came_later(
     steps = np.array(today[names].tolist(), [(name, STEP_DTYPE[name]) for name in names])
     replace(recording, steps=steps).save(path)
     assert Recording.load(path).steps.tolist() == today.tolist()
+
+
+def test_a_pipe_stays_one(tmp_path: Path) -> None:
+    """As of `--recording >(program)`; a root's /dev/null would become a file likewise."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    content = in_background(pipe.read_bytes)
+    make_recording().save(pipe)
+    assert Recording.read(io.BytesIO(content.result(10))).meta == make_recording().meta
+    assert pipe.is_fifo()
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
