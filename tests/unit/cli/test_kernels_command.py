@@ -1,5 +1,6 @@
 """`roseinfer kernels`: what it prints, its exit codes, and where the cache is."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,49 @@ def test_build_makes_the_named_levels_once(
         assert lines == [f"{name}: {told}: {path}" for name, path in paths.items()]
     assert main(["kernels", "build", *flags[:2], "--level", "all"]) == 0
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == NAMES_HERE
+
+
+def test_a_home_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kernels", "list", "--runner.kernels-dir", "~no-such-user/x"]) == 2
+    told = "roseinfer: runner.kernels_dir (from --runner.kernels-dir): There is no home directory for ~no-such-user/x."
+    assert capsys.readouterr().err == f"{told}\n"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # whom no list of users has
+    assert main(["kernels", "list"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "roseinfer: runner.kernels_dir: This user has no home directory: set HOME"
+    )
+
+
+def test_a_compiler_that_cannot_be_run_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler = tmp_path / "cxx"
+    compiler.write_bytes(b"no program")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    flags = ["--runner.kernels-dir", str(tmp_path / "out"), "--level", NAMES_HERE[0]]
+    assert main(["kernels", "build", *flags]) == 2
+    assert capsys.readouterr().err == f"roseinfer: {compiler} cannot be run: Exec format error\n"
+
+
+def test_a_file_that_does_not_compile_ends_the_build(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Ctrl-C does: what has not begun by then is not compiled, which takes a minute with our sources."""
+    for number in range(50):
+        (sources / f"{number}.cpp").touch()
+    compiler, calls = tmp_path / "cxx", tmp_path / "calls"
+    compiler.write_text(
+        f"#!/bin/sh\ncase $1 in -dumpmachine|--version) echo {library.machine()}-linux;;\n"
+        f"*) echo >> {calls}; sleep 0.02; echo error: no >&2; exit 1;; esac\n"
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    assert main(["kernels", "build", "--runner.kernels-dir", str(tmp_path / "out"), "--level", NAMES_HERE[0]]) == 2
+    assert capsys.readouterr().err == "roseinfer: cxx did not compile the kernels: error: no\n"
+    assert len(calls.read_text()) < 25
 
 
 def test_build_takes_the_highest_level_of_the_processor(

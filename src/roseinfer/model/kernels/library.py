@@ -146,8 +146,14 @@ def digest(level: Level) -> str:
 
 
 def kernels_directory(configured: str | None) -> Path:
-    """The directory of compiled kernels: as configured, or in the user's cache."""
-    return Path(configured).expanduser() if configured else Path.home() / ".cache" / "roseinfer" / "kernels"
+    """The directory of compiled kernels: as configured, or in the user's cache. Raises ConfigError without a home."""
+    try:
+        return Path(configured or "~/.cache/roseinfer/kernels").expanduser()
+    except RuntimeError:
+        problem = "This user has no home directory: set HOME, or name a directory."
+        if configured:
+            problem = f"There is no home directory for {configured}."
+        raise ConfigError(problem, param="runner.kernels_dir") from None
 
 
 def find_built(level: Level, kernels_dir: Path) -> Path | None:
@@ -211,9 +217,13 @@ def _compile(level: Level, work: Path, compiler: str, on_progress: OnProgress) -
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         futures = [pool.submit(_run, command) for command in commands]
-        for num_done, future in enumerate(as_completed(futures), 1):
-            future.result()
-            on_progress(num_done)
+        try:
+            for num_done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                on_progress(num_done)
+        except BaseException:  # Ctrl-C, or a file that does not compile: the others need not begin
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     shared_object = work / "kernels.so"
     _run([compiler, "-shared", *map(str, objects), "-o", str(shared_object)])
     return shared_object
@@ -221,7 +231,10 @@ def _compile(level: Level, work: Path, compiler: str, on_progress: OnProgress) -
 
 def _run(command: Sequence[str]) -> str:
     """Standard output of a compiler run. Raises ConfigError with the compiler's first error."""
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)  # noqa: S603
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)  # noqa: S603
+    except OSError as error:
+        raise ConfigError(f"{command[0]} cannot be run: {error.strerror}") from None
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
         first = next((line for line in lines if "error" in line), lines[-1] if lines else f"exit {done.returncode}")

@@ -177,6 +177,8 @@ def open_packed_cache(configured: str, directory: Path, placement: Placement) ->
         return PackedCache(cache.expanduser(), _key(directory, placement))
     except OSError:  # of the checkpoint, which says so when it is read
         return None
+    except RuntimeError:  # there is no home directory
+        return None
 
 
 def _name_of(kind: str, parts: Parts, sizes: Sequence[int]) -> str:
