@@ -43,16 +43,18 @@ class Journal:
 
     def __init__(self, output: Path, model: str) -> None:
         """Raises ConfigError when the output is complete, or the journal cannot be used."""
+        if not output.name:
+            raise ConfigError(f"{output} is a directory, and no name for a file", param="--output")
         self._output = output
         self._errors = output.with_name(output.stem + ERRORS_SUFFIX)
         self.path = output.with_name(output.name + JOURNAL_SUFFIX)
         self._places: dict[int, tuple[int, int, bool]] = {}  # by the index of a line: offset, length, whether an error
         self._digests: dict[int, str] = {}
-        if not self.path.exists():
-            for file in (self._output, self._errors):
-                if file.exists():
-                    raise ConfigError(f"{file} is there already; move it away, or name another", param="--output")
         try:
+            if not self.path.exists():
+                for file in (self._output, self._errors):
+                    if file.exists():
+                        raise ConfigError(f"{file} is there already; move it away, or name another", param="--output")
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be written: {error.strerror}", param="--output") from None

@@ -132,7 +132,7 @@ def _size(num_bytes: int) -> str:
 
 
 def _print(facts: dict[str, Any]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     kind = ", ".join(facts.get("architectures", ())) or facts.get("model_type")
     if facts["served_by"] == "refused":
         console.print(f"{kind}: refused. {facts['reason']}" if kind else facts["reason"])

@@ -50,6 +50,8 @@ def read_evidence(source: str, api_key: str | None = None) -> Evidence:
         return Evidence(_fetch(source, api_key)) if is_url(source) else _read(Path(source))
     except RoseinferError as error:
         raise InvalidRequest(error.message, param=source) from None
+    except OSError as error:  # such as a directory above it that is closed
+        raise InvalidRequest(f"It cannot be read: {error.strerror}.", param=source) from None
 
 
 def get(url: str, api_key: str | None = None, timeout_s: float = _TIMEOUT_S) -> bytes:

@@ -167,8 +167,10 @@ def read_chosen_template(path: str | None) -> str | None:
         return None
     try:
         source = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        if isinstance(error, RuntimeError):  # of `~user`
+            reason = "there is no such user"
         raise ConfigError(f"The chat template {path} cannot be read: {reason}.", param="server.chat_template") from None
     _compile(source, "server.chat_template")
     return source

@@ -43,6 +43,16 @@ def test_a_line_that_does_not_fit_is_not_there_at_all(tmp_path: Path) -> None:
     assert output.read_bytes().split() == [SHORT, LONG, SHORT]
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [(".", r"\. is a directory"), ("/", "/ is a directory"), ("x" * 250, "File name too long")],
+)
+def test_a_name_that_no_file_can_have_is_refused(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        Journal(Path(name), "model")
+    assert caught.value.param == "--output"
+
+
 def test_an_output_that_does_not_fit_is_written_by_the_next_run(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     with Journal(output, "model") as journal:

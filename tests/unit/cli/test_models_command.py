@@ -112,6 +112,13 @@ def test_a_part_that_is_missing_or_broken(
     assert how == "When it is whole it is served by a file of its own, the fastest way."
 
 
+def test_a_name_is_no_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "a[bold]" / "[" / "b]"
+    directory.mkdir(parents=True)
+    assert main(["models", str(directory)]) == 2
+    assert capsys.readouterr().out == f"{directory} has no config.json.\n"
+
+
 def test_a_directory_without_a_model_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", str(tmp_path)]) == 2
     assert capsys.readouterr().out == f"{tmp_path} has no config.json.\n"

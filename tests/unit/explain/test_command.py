@@ -308,6 +308,12 @@ def test_an_address_without_a_server(source: str, capsys: pytest.CaptureFixture[
     assert refusal(capsys, source).startswith(f"roseinfer: {source}: ")
 
 
+def test_a_path_that_cannot_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its name is too long; a directory above it that is closed is told likewise."""
+    source = "x" * 300
+    assert refusal(capsys, source) == f"roseinfer: {source}: It cannot be read: File name too long.\n"
+
+
 @pytest.mark.parametrize("flags", [["--last", "0"], ["--last", "soon"], ["--clock", "wall"]])
 def test_flags_that_make_no_sense(flags: list[str], path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert flags[0] in refusal(capsys, str(path), *flags)

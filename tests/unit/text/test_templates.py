@@ -217,6 +217,8 @@ def test_a_template_of_no_known_shape_is_named(tmp_path: Path, template: object)
 
 
 def test_a_missing_chosen_template_is_named_in_words(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"~no-such-user/x cannot be read: there is no such user\.$"):
+        read_chosen_template("~no-such-user/x")
     with pytest.raises(ConfigError, match=r"none cannot be read: No such file or directory\.$"):
         read_chosen_template(str(tmp_path / "none"))
     (tmp_path / "odd").write_bytes(b"\xff")

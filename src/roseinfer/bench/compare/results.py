@@ -60,7 +60,10 @@ def read_results(paths: Sequence[Path], name: str) -> ResultSet:
 
     Raises ConfigError, in the name of the side, for what is none, or for settings that differ inside the side.
     """
-    files = [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+    try:
+        files = [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}", param=name) from None
     if not files:
         raise ConfigError(f"{', '.join(map(str, paths))} holds no result", param=name)
     runs, settings = list[Measured](), None

@@ -65,12 +65,16 @@ def resolve_checkpoint(path: str, revision: str | None = None, *, has_weights: b
         from roseinfer.model.weights.object_store import fetch as fetch_objects
 
         return fetch_objects(path, has_weights=has_weights)
-    directory = _DEMO_DIRECTORY if path == DEMO_MODEL else Path(path).expanduser()
-    if directory.is_dir():
+    try:
+        directory = _DEMO_DIRECTORY if path == DEMO_MODEL else Path(path).expanduser()
+        is_directory, is_there = directory.is_dir(), directory.exists()
+    except (OSError, RuntimeError) as error:  # such as a closed directory above it; no such user, of `~user`
+        _refuse(f"{path} cannot be read: {(isinstance(error, OSError) and error.strerror) or error}")
+    if is_directory:
         return directory
     if path == DEMO_MODEL:
         _refuse(f"The embedded model is missing from this installation: there is no {directory}.")
-    if directory.exists():
+    if is_there:
         _refuse(f"{path} is a file; the model is the directory that holds config.json and the safetensors files.")
     if not _HUB_ID.fullmatch(path):
         _refuse(f"There is no checkpoint directory {path}.")

@@ -197,6 +197,7 @@ def test_runs_of_bench_streaming(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("--a=--x --b=--y --equal-sides", "--equal-sides: needs A and B to be the same, and they differ"),
         ("http://127.0.0.1:9 http://127.0.0.1:9 --equal-sides", "--url: nothing answers at http://127.0.0.1:9/v1"),
         ("{folder}/none {folder}", "A: {folder}/none cannot be read: No such file"),
+        (f"{'x' * 300} {{folder}}", "xxx cannot be read: File name too long"),
         ("{folder} {folder}/none", "A: {folder} holds no result"),
         ("{folder}/text {folder}", "A: {folder}/text is not JSON"),
         ("{folder}/other {folder}", "A: {folder}/other is no result of roseinfer bench"),

@@ -299,6 +299,19 @@ def test_a_path_that_cannot_be_an_id_is_never_looked_up(path: str) -> None:
     assert caught.value.param == "model.path"
 
 
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (f"/{'x' * 300}", "xxx cannot be read: File name too long"),  # as is a path in a closed directory
+        ("~no-such-user/model", "~no-such-user/model cannot be read: Could not determine home directory."),
+    ],
+)
+def test_a_path_that_cannot_be_looked_at_is_told(path: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        resolve_checkpoint(path)
+    assert caught.value.param == "model.path"
+
+
 def test_a_file_is_no_checkpoint(directory: Path) -> None:
     with pytest.raises(ConfigError, match="is a file; the model is the directory"):
         resolve_checkpoint(str(directory / "model.safetensors"))
