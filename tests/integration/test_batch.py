@@ -231,6 +231,18 @@ def test_killed_twice_it_makes_the_same_file(run: Callable[..., tuple[Answers, A
     assert without_times(read(output)) == without_times(answers)
 
 
+def test_a_reader_that_leaves_ends_no_batch(tmp_path: Path) -> None:
+    """As in `| head -1`: what it prints is less than what it writes."""
+    source, output = write(tmp_path / "in", [chat("a", "x")]), tmp_path / "out"
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as nobody:
+        command = command_of(source, output)
+        done = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert (done.returncode, b"Error" in done.stderr) == (0, False)
+    assert [answer["custom_id"] for answer in read(output)] == ["a"]
+
+
 def test_a_signal_ends_it_and_says_how_to_go_on(tmp_path: Path) -> None:
     source = write(tmp_path / "in", [chat(str(i), "x", max_completion_tokens=64) for i in range(3000)])
     with subprocess.Popen(command_of(source, tmp_path / "out"), stdout=subprocess.PIPE, text=True) as process:
@@ -240,6 +252,6 @@ def test_a_signal_ends_it_and_says_how_to_go_on(tmp_path: Path) -> None:
             time.sleep(0.005)
         process.send_signal(signal.SIGTERM)
         said, _ = process.communicate(timeout=30)
-    assert process.returncode == 130
+    assert process.returncode == 143
     assert "of 3000 lines are answered; the same command goes on" in said
     assert read(journal)

@@ -22,6 +22,7 @@ from roseinfer.observe.gaps import intervals
 from roseinfer.records import RequestTimeline
 from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
 
+EXIT_TERMINATED = 143
 _REPORT_INTERVAL_S = 2.0
 
 
@@ -41,11 +42,11 @@ def run(file: Path, output: Path, config: Config, answer: "AnswerAll | None" = N
             (answer or answer_here)(file, num_lines, journal, config, tally)
         except (asyncio.CancelledError, KeyboardInterrupt, EngineError) as error:
             say(f"stopped: {journal.num_answers} of {num_lines} lines are answered; the same command goes on")
-            if isinstance(error, EngineError):
-                raise
-            raise KeyboardInterrupt from None
-        say(*tally.lines(journal))
+            if isinstance(error, asyncio.CancelledError):  # by SIGTERM
+                raise SystemExit(EXIT_TERMINATED) from None
+            raise
         errors = journal.finish()
+        say(*tally.lines(journal))
     say(f"answers: {output}", *([] if errors is None else [f"errors: {errors}"]))
     return 0
 

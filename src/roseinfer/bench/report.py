@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,12 @@ def step_kinds(kinds: Sequence[str]) -> str:
 
 
 def say(*lines: str) -> None:
-    """Print to standard output at once: a benchmark may be read while it runs."""
-    print("\n".join(lines), flush=True)
+    """Print to standard output at once: a benchmark may be read while it runs.
+
+    A reader that has gone, as in `| head`, ends no work: its files and its exit code are still to come.
+    """
+    with suppress(BrokenPipeError):
+        print("\n".join(lines), flush=True)
 
 
 @contextmanager

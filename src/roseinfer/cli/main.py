@@ -6,15 +6,17 @@ command imports the heavy libraries that it needs, after its arguments have been
 
 import argparse
 import importlib
+import io
 import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 from roseinfer import __version__
 from roseinfer.config.api_keys import KEYS_VARIABLE
@@ -38,6 +40,7 @@ from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
 EXIT_USAGE = 2
 EXIT_ENGINE = 70
 EXIT_INTERRUPTED = 130
+EXIT_SIGNALLED = 128  # and the signal's number, as shells have it
 
 Run = Callable[[argparse.Namespace, LoadedConfig], int]
 
@@ -47,8 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] in (["engine"], ["telemetry"]) and arguments[1:2] == ["--fd"]:
         return _run_child(arguments[0], int(arguments[2]))  # of `serve`, which needs none of the rest
-    with _signals_end_the_start() if arguments[:1] == ["serve"] else nullcontext():
-        return _run_command(arguments)
+    _open_standard_streams()
+    with _signals_end_the_start() if arguments[:1] == ["serve"] else _signals_unwind():
+        try:
+            code = _run_command(arguments)
+        except SystemExit as end:  # by --help, or by a signal
+            if isinstance(end.__context__, BrokenPipeError):  # rich ends the process so
+                return 0
+            if failed := _finish_output(0):
+                return failed
+            raise
+        return _finish_output(code)
 
 
 def _run_command(arguments: Sequence[str]) -> int:
@@ -65,24 +77,93 @@ def _run_command(arguments: Sequence[str]) -> int:
         return _fail(error, given, EXIT_USAGE)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has gone, as in `| head`; silence Python's flush at exit too
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of our output has gone, as in `| head`
+        _drop_output()
         return 0
+    except OSError as error:
+        if _can_write_output():
+            raise
+        return _fail_output(error)
 
 
-@contextmanager
-def _signals_end_the_start() -> Iterator[None]:
+def _open_standard_streams() -> None:
+    """Open those that the caller has closed: what is opened later would take their descriptors, and get their text.
+
+    What the encoding of the output lacks, a character of a text or a byte in the name of a file, is escaped.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)  # the engine has them too
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - until the exit
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _finish_output(code: int) -> int:
+    """Write what is left of standard output, and return the exit code. Python's flush at exit would tell of errors."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
+    except OSError as error:
+        failed = _fail_output(error)
+        return code or failed
+    return code
+
+
+def _can_write_output() -> bool:
+    try:
+        print(flush=True)
+    except OSError:
+        return False
+    return True
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail_output(error: OSError) -> int:
+    _drop_output()
+    return _fail(ConfigError(f"standard output cannot be written: {error.strerror}"), {}, EXIT_USAGE)
+
+
+def _signals_end_the_start() -> AbstractContextManager[None]:
     """Until the server hears SIGTERM and Ctrl-C itself, they end the process as they end a server: with exit code 0.
 
     They do so at once, and raise nothing: an import that is interrupted could take it for a failure of its own.
     """
-    numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, lambda *_: os._exit(0)) for number in numbers}
+    return _handling(lambda *_: os._exit(0), signal.SIGTERM, signal.SIGINT)
+
+
+def _signals_unwind() -> AbstractContextManager[None]:
+    """SIGTERM, and the end of the terminal, unwind other commands, as Ctrl-C does.
+
+    Otherwise a server that a comparison has started would go on for ever, and `top` would leave its screen behind.
+    """
+    # `nohup` has the end of the terminal ignored.
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    return _handling(_unwind, *numbers)
+
+
+def _unwind(number: int, _: FrameType | None) -> None:
+    raise SystemExit(EXIT_SIGNALLED + number)
+
+
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], None], *numbers: signal.Signals) -> Iterator[None]:
+    """Have signals handled, which only the main thread may."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in (numbers if is_main else ())}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def _run_child(name: str, fd: int) -> int:
@@ -108,7 +189,8 @@ def _fail(error: RoseinferError, given: Mapping[str, Given], code: int) -> int:
     if error.param is not None:
         source = f" (from {given[error.param].source})" if error.param in given else ""
         where = f"{error.param}{source}: "
-    print(f"roseinfer: {where}{error.reason}", file=sys.stderr)
+    with suppress(OSError):  # nobody reads it; the exit code says enough
+        print(f"roseinfer: {where}{error.reason}", file=sys.stderr)
     return code
 
 
@@ -187,7 +269,7 @@ def _serve(_: argparse.Namespace, loaded: LoadedConfig) -> int:
 def _generate(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     from roseinfer.cli import terminal
 
-    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    prompt = terminal.read_prompt() if arguments.prompt == "-" else arguments.prompt
     return terminal.generate(loaded.config, prompt, terminal.Sampling.of(arguments))
 
 

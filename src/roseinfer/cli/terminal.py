@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from roseinfer.cli.progress import show_loading
 from roseinfer.config.options import Config
 from roseinfer.errors import ConfigError, InvalidRequest, RequestError
 from roseinfer.llm.llm import LLM
-from roseinfer.messages import SamplingParams
+from roseinfer.messages import SamplingParams, check_text
 from roseinfer.text.templates import ChatTemplate, read_chosen_template
 
 _DEFAULT_MAX_TOKENS = 256
@@ -52,10 +53,28 @@ def start(config: Config) -> LLM:
         return LLM(config=config, on_progress=on_progress)
 
 
+def read_prompt() -> str:
+    """All of standard input. Raises ConfigError."""
+    with _reading():
+        return sys.stdin.read()
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    """What standard input holds that is no text becomes a ConfigError."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"is not {error.encoding.upper()}: {error.reason}", param="standard input") from None
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", param="standard input") from None
+
+
 def generate(config: Config, prompt: str, sampling: Sampling) -> int:
     """Stream the continuation of `prompt` to standard output. Raises InvalidRequest before anything is loaded."""
     if not prompt:
         raise InvalidRequest("is empty", param="PROMPT")
+    check_text(prompt, "PROMPT")
     with start(config) as llm:
         _answer(llm, llm.encode(prompt), sampling, [])
     sys.stdout.write("\n")
@@ -119,10 +138,11 @@ def _answer(llm: LLM, prompt: list[int], sampling: Sampling, pieces: list[str]) 
 
 
 def _read() -> str | None:
-    """One line of input; None at its end. Ctrl-C empties the line."""
+    """One line of input; None at its end. Ctrl-C empties the line. Raises ConfigError for what is no text."""
     prompt = "> " if sys.stdin.isatty() else ""
     try:
-        return input(prompt).strip()
+        with _reading():
+            return input(prompt).strip()
     except EOFError:
         return None
     except KeyboardInterrupt:

@@ -2,11 +2,14 @@
 
 import io
 import json
+import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
@@ -145,6 +148,14 @@ def test_flag_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
          "roseinfer: scheduler.max_prefill_seqs (from --prefill-max-batch-size): Expected `integer` >= 1, got '0'"),
         (["bench", "scheduler", "--max-batch-size", "-1"],
          "roseinfer: scheduler.max_num_seqs (from --max-batch-size): Expected `integer` >= 1, got '-1'"),
+        (["serve", "--model", "a\udcff"], "roseinfer: model.path (from --model): 'a\\udcff' is not UTF-8"),
+        (["serve", "--served-model-name", "a", "b\udcff"],
+         "roseinfer: server.served_model_name (from --served-model-name): 'b\\udcff' is not UTF-8"),
+        (["generate", "a\udcff"], "roseinfer: PROMPT: holds a lone surrogate, which is no character."),
+        (["bench", "serve", "--max-lag-share", "inf"],
+         "roseinfer: --max-lag-share: Expected `number` <= 1000000000.0, got 'inf'"),
+        (["bench", "simulate", "--num-requests", "1000000001"],
+         "roseinfer: --num-requests: Expected `integer` <= 1000000, got '1000000001'"),
         (["config", "show", "--config", "no/such.yaml"],
          "roseinfer: no/such.yaml: cannot be read: No such file or directory"),
     ],
@@ -283,6 +294,83 @@ def test_python_dash_m_is_the_same_command() -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "roseinfer: --nope: is not an argument of roseinfer serve\n"
+
+
+def output_of(*arguments: str, output: IO[bytes] | None, **streams: Any) -> "subprocess.CompletedProcess[bytes]":
+    """The exit code, and what the command says on standard error, with that as its standard output."""
+    command = [sys.executable, "-m", "roseinfer", *arguments]
+    return subprocess.run(command, stdout=output, stderr=subprocess.PIPE, check=False, **streams)
+
+
+@pytest.mark.parametrize("arguments", [("config", "show"), ("config", "docs"), ("kernels", "list")])
+def test_output_that_cannot_be_written_is_told_whatever_its_length(arguments: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = output_of(*arguments, output=full)
+    assert done.returncode == 2
+    assert done.stderr == b"roseinfer: standard output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("arguments", [("config", "show"), ("kernels", "list")])
+def test_a_reader_that_never_reads_is_no_error(arguments: tuple[str, ...]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as output:
+        done = output_of(*arguments, output=output)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_what_the_output_cannot_encode_is_escaped() -> None:
+    command = [sys.executable, "-m", "roseinfer", "config", "docs"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"number \\u2265 0" in done.stdout
+
+
+def test_a_mistake_that_nobody_reads_of_has_its_exit_code() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as nobody:
+        command = [sys.executable, "-m", "roseinfer", "serve", "--nope"]
+        assert subprocess.run(command, stderr=nobody, check=False).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("stdin", "line"),
+    [
+        ("printf '\\xff' | {}", b"roseinfer: standard input: is not UTF-8: invalid start byte\n"),
+        ("{} <&-", b"roseinfer: PROMPT: is empty\n"),
+    ],
+)
+def test_a_prompt_that_cannot_be_read_is_told(stdin: str, line: bytes) -> None:
+    command = ["bash", "-c", stdin.format(f"{sys.executable} -m roseinfer generate -")]
+    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, b"", line)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_unwinds_what_a_command_has_begun(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ctrl-C does: servers that it started are ended, and the terminal is as before."""
+    has_ended = False
+
+    def generate(*_: object) -> int:
+        nonlocal has_ended
+        try:
+            signal.raise_signal(number)
+        finally:
+            has_ended = True
+        return 0
+
+    monkeypatch.setattr(terminal, "generate", generate)
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            main(["generate", "x"])
+        assert (caught.value.code, has_ended) == (128 + number, True)
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
