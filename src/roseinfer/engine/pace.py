@@ -2,7 +2,8 @@
 
 Prompts lengthen the gap between two tokens of every stream that decodes. With a target the gap is held to it. Without
 one a step takes 30 ms, which no reader notices, or twice what its decoding rows take alone, whichever is longer. It
-takes more where more requests wait for their first token than stream, so that all have the same share of the machine.
+takes more where more requests wait for their first token than stream: the sooner the prompts of a burst are done, the
+more of its streams share each step that follows.
 """
 
 from roseinfer.config.options import SchedulerConfig
@@ -12,6 +13,7 @@ from roseinfer.runtime.step_costs import StepCosts, StepSize
 _WEIGHT = 0.1  # of a newer step in how much longer than by the fit steps take now
 _UNNOTICED_NS = 30_000_000
 _PROMPT_TIME = 1.0  # that a step has for prompts, over the time that its decoding rows take alone
+_CROWD_POWER = 3  # of how many times as many wait as stream, by which prompts have more time
 _MOST_AT_ONCE = 16  # steps
 _ALL = 1 << 30  # prompt tokens: more than any step holds
 _MOST_DRIFT = 2.0  # of that, either way: what takes longer was interrupted
@@ -73,7 +75,8 @@ class Pace:
         if not decode_ns:
             return self._least
         if self._target_ns is None:
-            left_ns = max(_UNNOTICED_NS - decode_ns, decode_ns * max(_PROMPT_TIME, num_waiting / num_rows))
+            share = _PROMPT_TIME * max(1.0, (num_waiting / num_rows) ** _CROWD_POWER)
+            left_ns = max(_UNNOTICED_NS - decode_ns, decode_ns * share)
         else:
             left_ns = self._target_ns / self._drift - self._decode_ns(num_rows + round(num_rows * self._draft_share))
         return max(self._least, int(left_ns / self._costs.prompt_token_ns(decode_ns, num_rows)))
