@@ -104,7 +104,7 @@ def _open_standard_streams() -> None:
 
 
 def _finish_output(code: int) -> int:
-    """Write what is left of standard output, and return the exit code. Python's flush at exit would tell of errors."""
+    """Write what is left of standard output, and return the exit code; an error at Python's exit is a traceback."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -116,6 +116,7 @@ def _finish_output(code: int) -> int:
 
 
 def _can_write_output() -> bool:
+    """By an empty line, since what could not be written is not tried again."""
     try:
         print(flush=True)
     except OSError:
@@ -189,7 +190,7 @@ def _fail(error: RoseinferError, given: Mapping[str, Given], code: int) -> int:
     if error.param is not None:
         source = f" (from {given[error.param].source})" if error.param in given else ""
         where = f"{error.param}{source}: "
-    with suppress(OSError):  # nobody reads it; the exit code says enough
+    with suppress(OSError):  # where standard error cannot be written, the exit code says enough
         print(f"roseinfer: {where}{error.reason}", file=sys.stderr)
     return code
 
