@@ -312,14 +312,15 @@ def _with_strict_bounds(schema: Any) -> Any:
     Of numbers above 2 and up to 2.5, or of others with one whole part, it allows 2 too. Above the float that follows 2
     it does not, and nothing is lost. Data in a schema, such as a `const`, stays as it is.
     """
+    # By `map`, since a comprehension is a second frame at each level, and a body may have 500.
     if isinstance(schema, list):
-        return [_with_strict_bounds(part) for part in schema]
+        return list(map(_with_strict_bounds, schema))
     if not isinstance(schema, dict):
         return schema
     strict: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMING_KEYS and isinstance(value, dict):  # names may be any words
-            strict[key] = {name: _with_strict_bounds(part) for name, part in value.items()}
+            strict[key] = dict(zip(value, map(_with_strict_bounds, value.values()), strict=True))
         else:
             strict[key] = value if key in _DATA_KEYS else _with_strict_bounds(value)
     low, high = strict.get("exclusiveMinimum"), strict.get("exclusiveMaximum")

@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import llguidance
 import msgspec
@@ -148,6 +150,16 @@ def test_data_in_a_schema_stays_as_it_is(vocabulary: Vocabulary) -> None:
     data = {"exclusiveMinimum": 0, "maximum": 0.5}
     for of in ({"const": data}, {"enum": [data]}):
         assert follow(vocabulary, schema(of), json.dumps(data)).is_over
+
+
+def test_a_schema_as_deep_as_a_body_is_compiled_or_refused(vocabulary: Vocabulary) -> None:
+    part: Any = {"type": "string"}
+    lists: Any = []
+    for _ in range(490):
+        part, lists = {"type": "array", "items": part}, [lists]
+    for of in (part, {"anyOf": lists}):
+        with suppress(InvalidRequest):
+            vocabulary.compile(schema(of))
 
 
 def test_a_client_cannot_turn_the_options_off(vocabulary: Vocabulary) -> None:
