@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
@@ -54,6 +56,37 @@ def test_close_ends_streams_joins_threads_and_may_be_called_twice(engines: list[
     assert llm.timeline(request_id).finish_reason is FinishReason.ABORT
     until(lambda: set(threading.enumerate()) <= before)
     llm.close()
+
+
+PROGRAMS = {
+    "never closed": "llm = LLM(); print(len(llm.generate(['a'])))",
+    "let go": "print(len(LLM().generate(['a']))); import gc; gc.collect()",
+    "closed by a forked child": """
+import multiprocessing
+llm = LLM()
+child = multiprocessing.get_context("fork").Process(target=llm.close)
+child.start(); child.join(30)
+assert child.exitcode == 0
+print(len(llm.generate(["a"])))
+""",
+    "used while Python ends": """
+import atexit
+from roseinfer.errors import EngineDead
+llm = LLM()
+def late():
+    try: llm.generate(["a"])
+    except EngineDead: print(1)
+atexit.register(late)
+""",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_program_that_closes_nothing_ends_in_silence(program: str) -> None:
+    """With the engine in a process of its own, which ends too: it holds the other end of the pipe."""
+    source = f"from roseinfer import LLM\n{program}"
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
 
 
 def test_calls_after_close_are_refused(engines: list[AsyncEngine]) -> None:

@@ -8,13 +8,16 @@ measures. Each request has a `RequestTimeline`; its `write_ns` are the moments w
 import asyncio
 import itertools
 import logging
+import os
 import sys
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
@@ -25,6 +28,7 @@ from msgspec import Meta
 
 from roseinfer import wiring
 from roseinfer.config.options import Config, shown
+from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.errors import (
     EngineError,
     InvalidRequest,
@@ -45,7 +49,6 @@ from roseinfer.llm.arguments import (
 )
 from roseinfer.llm.streams import Stream, Streams, as_error
 from roseinfer.messages import (
-    EngineInfo,
     Grammar,
     MinTokens,
     Pooling,
@@ -136,16 +139,18 @@ class LLM:
         with ExitStack() as undo:
             self._loop = undo.enter_context(closing(LoopThread("llm")))
             used = undo.enter_context(ExitStack())  # requests use it, so it is closed after their end
-            undo.callback(self._loop.stop, self._stop_engine)
-            self.info: EngineInfo = self._loop.call(self._client.start(on_progress))
+            undo.callback(self._loop.stop, partial(_stop_engine, self._client))
+            info = self.info = self._loop.call(self._client.start(on_progress))
             self._text_model = TextModel.load(
                 Path(self.info.checkpoint_dir),
                 read_chosen_template(self.config.server.chat_template),
                 self.config.structured.reasoning_format,
             )
             self.tokenizer: Tokenizer = used.enter_context(closing(self._text_model.tokenizer))
-            self._checker = used.enter_context(closing(GrammarChecker(self.config.structured, lambda: self.info)))
+            self._checker = used.enter_context(closing(GrammarChecker(self.config.structured, lambda: info)))
             self._undo = undo.pop_all()
+        _open[self._undo] = self._loop
+        weakref.finalize(self, _close_soon, self._undo).atexit = False
 
     def __enter__(self) -> Self:
         return self
@@ -155,8 +160,7 @@ class LLM:
 
     def close(self) -> None:
         """End running requests with reason abort, and stop the engine. Calls that wait for it raise EngineDead."""
-        if self._loop.shut():
-            self._undo.close()
+        _close(self._undo)
 
     # --- for callers, from any thread -------------------------------------------------------------------------------
 
@@ -461,6 +465,37 @@ class LLM:
             stream.has_place = False
             self._places.release()
 
-    async def _stop_engine(self) -> None:
-        await self._client.close()
-        await asyncio.get_running_loop().shutdown_default_executor()
+
+_open: dict[ExitStack, LoopThread] = {}  # what closes each LLM that is not closed, and refers to none
+_closers: list[threading.Thread] = []  # of LLMs that were let go
+
+
+async def _stop_engine(client: AsyncEngine) -> None:
+    await client.close()
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+def _close(undo: ExitStack) -> None:
+    loop = _open.pop(undo, None)
+    if loop is not None and loop.shut():
+        undo.close()
+
+
+def _close_soon(undo: ExitStack) -> None:
+    """Close an LLM that nothing refers to: in a thread, since a collection may be any thread's, its loop's too."""
+    if undo in _open:
+        closer = threading.Thread(target=_close, args=[undo], name="llm-close", daemon=True)
+        _closers[:] = [*filter(threading.Thread.is_alive, _closers), closer]
+        closer.start()
+
+
+def _close_all() -> None:
+    """Close what the program has not. `atexit` comes when thread pools have ended, which closing needs."""
+    for undo in list(_open):
+        _close(undo)
+    for closer in _closers:
+        closer.join()
+
+
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]  # noqa: SLF001 - as concurrent.futures does
+os.register_at_fork(after_in_child=_open.clear)  # their loops run in the parent alone
