@@ -237,7 +237,7 @@ class Failures(logging.Handler):
         self._sdk = logging.getLogger("opentelemetry")
         self._sdk.addHandler(self)
         self._sdk.propagate = False
-        # The exporter for gRPC says nothing twice in 20 s, and what it told one signal is the other's reason too.
+        # The exporter for gRPC says nothing twice in 20 s, and what it said for one signal is the reason for both.
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("opentelemetry."):
                 logging.getLogger(name).filters.clear()

@@ -327,12 +327,12 @@ def test_what_the_output_cannot_encode_is_escaped() -> None:
     assert b"number \\u2265 0" in done.stdout
 
 
-def test_a_mistake_that_nobody_reads_of_has_its_exit_code() -> None:
+def test_a_mistake_whose_sentence_goes_nowhere_has_its_exit_code() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "wb") as nobody:
+    with open(writer, "wb") as broken_pipe:
         command = [sys.executable, "-m", "roseinfer", "serve", "--nope"]
-        assert subprocess.run(command, stderr=nobody, check=False).returncode == 2
+        assert subprocess.run(command, stderr=broken_pipe, check=False).returncode == 2
 
 
 @pytest.mark.parametrize(
