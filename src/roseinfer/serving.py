@@ -112,7 +112,6 @@ class _FactsHere:
         self._observation.listen(gc_pauses, loop_waits)
         self._config = config
         self.hub = self._observation.hub
-        self.set_engine_info = self._observation.set_engine_info
         self.close = self._observation.close
 
     def instruments(self, client: AsyncEngine, checker: GrammarChecker, _: str, __: Begun | None) -> Instruments:
@@ -126,6 +125,9 @@ class _FactsHere:
         observation.flight.queue = client.queue_estimate.report
         routes = observing.debug_routes(self._config, observation, profile)
         return Instruments(observation.page, observation.ledgers, routes, checker)
+
+    def set_engine_info(self, info: EngineInfo) -> None:
+        self._observation.set_engine_info(info, self.hub.entered_ns)
 
 
 def _settle(config: Config, info: EngineInfo, url: str) -> None:

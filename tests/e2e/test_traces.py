@@ -83,8 +83,10 @@ def test_a_request_is_a_span_under_its_caller_with_its_parts(
     stamps = [whole.start_time_unix_nano, *(child.end_time_unix_nano for child in children)]
     assert [child.start_time_unix_nano for child in children] == stamps[:-1]
     (startup,) = [span for span in spans if span.name == "roseinfer.startup"]
-    stages = {span.name for span in spans if span.parent_span_id == startup.span_id}
-    assert {"roseinfer.startup.import", "roseinfer.startup.warmup"} <= stages
+    stages = [span for span in spans if span.parent_span_id == startup.span_id]
+    assert {"roseinfer.startup.import", "roseinfer.startup.warmup"} <= {span.name for span in stages}
+    assert startup.start_time_unix_nano < min(span.start_time_unix_nano for span in stages)
+    assert max(span.end_time_unix_nano for span in stages) <= startup.end_time_unix_nano
     assert collector.resource()["service.name"] == "roseinfer"
 
 

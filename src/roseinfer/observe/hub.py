@@ -163,6 +163,7 @@ class Hub(WriteObserver):
     def __init__(self, observers: Iterable[Observer], max_delay_s: float = 0.0, max_steps: int = MAX_STEPS) -> None:
         """With `max_delay_s`, facts wait so long at most; they must then come on an event loop."""
         self.spent_ns = 0  # by all observers
+        self.entered_ns: dict[LifecycleState, int] = {}  # when each state of the newest start was entered
         self.on_step_read: Callable[[int], None] = lambda _: None  # called with the moment of its end, at once
         self.on_write_returned: Callable[[int], None] = lambda _: None  # called with the moment, at once
         self._max_delay_s = max_delay_s
@@ -183,6 +184,9 @@ class Hub(WriteObserver):
 
     def on_lifecycle(self, state: LifecycleState) -> None:
         self.catch_up()
+        if state is LifecycleState.STARTING:
+            self.entered_ns = {}
+        self.entered_ns[state] = time.monotonic_ns()
         self._deliver([("on_lifecycle", (state,))])
 
     def on_start(self, timeline: RequestTimeline) -> None:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from roseinfer.config.options import Config
@@ -23,7 +23,7 @@ from roseinfer.observe.metrics.totals import Load
 from roseinfer.observe.recorder.capture import BreachCapture
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.observe.telemetry.facts import Page
-from roseinfer.records import Invariant, Observer, RequestTimeline, Violation
+from roseinfer.records import Invariant, LifecycleState, Observer, RequestTimeline, Violation
 from roseinfer.runtime.cpu_waits import LoopWaits
 from roseinfer.runtime.gc_pauses import GcPauses
 from roseinfer.runtime.host import read_host
@@ -144,13 +144,14 @@ class Observation:
         self.flight.note_interruption(cause, start_ns, end_ns)
         self.attribution.interruptions.add(start_ns, end_ns, cause)
 
-    def set_engine_info(self, info: EngineInfo, *, is_new: bool = True) -> None:
-        """Takes what the engine turned out to be; `is_new` when it is ready just now."""
+    def set_engine_info(self, info: EngineInfo, entered_ns: Mapping[LifecycleState, int] | None = None) -> None:
+        """Takes what the engine turned out to be; `entered_ns` has the states of its start, if it is ready just now."""
         self.metrics.set_engine_info(info)
         self.flight.engine_info = info
         self.attribution.set_graphs(has_graphs=bool(info.decode_graph_sizes))
-        for observer in self._tracing if is_new else ():
-            observer.set_engine_info(info)
+        if entered_ns is not None:
+            for observer in self._tracing:
+                observer.note_startup(info, entered_ns)
 
     async def page(self, accept: str, *, is_load: bool, takes_gzip: bool) -> Page:
         """See `render_page`."""

@@ -130,6 +130,7 @@ class EngineReady(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=Fal
     """The engine is ready."""
 
     info: EngineInfo
+    entered_ns: dict[LifecycleState, int]  # when the server entered the states of this start
 
 
 class Stalled(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):

@@ -83,7 +83,7 @@ class Forwarder(WriteObserver):
     def set_engine_info(self, info: EngineInfo) -> None:
         """Tells what the engine, which is now ready, turned out to be."""
         self._engine = info
-        self._tell(EngineReady(info))
+        self._tell(EngineReady(info, self.hub.entered_ns))
 
     def note_interruption(self, cause: Cause, start_ns: int, end_ns: int) -> None:
         """Notes that the front end did something else. May be called in any thread, also by the garbage collector."""

@@ -84,8 +84,8 @@ class Receiver:
                 self._take_batch(fact)
             case Entered(state):
                 self._enter(state)
-            case EngineReady(info):
-                self._observation.set_engine_info(info)
+            case EngineReady(info, entered_ns):
+                self._observation.set_engine_info(info, entered_ns)
             case Stalled(since_ns):
                 hub.on_stall(since_ns)
             case Rested(violations):
@@ -168,7 +168,7 @@ class Receiver:
         hub.on_resume(list(self._open.values()))
         observation.metrics.resume(resumed.running, resumed.num_dropped, resumed.num_restarts)
         if resumed.engine is not None and resumed.engine != observation.flight.engine_info:
-            observation.set_engine_info(resumed.engine, is_new=False)
+            observation.set_engine_info(resumed.engine)
 
     def _in_flight(self, request: InFlight) -> RequestTimeline:
         """Returns the copy that there is, brought up to date, or a new one."""

@@ -123,9 +123,10 @@ class Spans:
     def of_startup(self, entered_ns: tuple[int, int, int], stages_s: Mapping[str, float]) -> None:
         """Makes the spans of the start-up; `entered_ns`: when the server began, began to load, and was ready.
 
-        The engine's stages are laid one after the other from where the loading began.
+        The engine's stages are laid one after the other from where the loading began, which was heard of later.
         """
         start_ns, begin_ns, ready_ns = entered_ns
+        begin_ns = min(begin_ns, ready_ns - round(sum(stages_s.values()) * NS_PER_S))
         whole, parts = Part("roseinfer.startup", start_ns, ready_ns), []
         for stage, seconds in stages_s.items():
             end_ns = begin_ns + round(seconds * NS_PER_S)

@@ -8,7 +8,7 @@ import time
 from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -68,16 +68,11 @@ class Tracing(Observer):
         self._exported_step_ids: deque[int] = deque(maxlen=_MAX_RECENT_STEPS)  # or due once known
         self._stamps = array("q", bytes(8 * _NUM_STEP_STAMPS))  # tokens_ns of step i at i modulo the size
         self._last_step_id = 0
-        self._entered_ns: dict[LifecycleState, int] = {}
 
     # --- facts --------------------------------------------------------------------------------------------------------
 
-    def on_lifecycle(self, state: LifecycleState) -> None:
-        self._entered_ns.setdefault(state, time.monotonic_ns())
-
-    def set_engine_info(self, info: EngineInfo) -> None:
-        """Exports the spans of the start-up, once the server is ready."""
-        entered_ns = self._entered_ns
+    def note_startup(self, info: EngineInfo, entered_ns: Mapping[LifecycleState, int]) -> None:
+        """Exports the spans of a start-up, which ends just now."""
         ready_ns = entered_ns.get(LifecycleState.READY, time.monotonic_ns())
         start_ns = entered_ns.get(LifecycleState.STARTING, ready_ns)
         loading_ns = entered_ns.get(LifecycleState.LOADING, start_ns)

@@ -1,13 +1,15 @@
 """Facts that went through bytes say the same on the other side, and after a loss what is true is true there again."""
 
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 
 import msgspec
 import pytest
 
 from roseinfer.config.options import Config, ModelConfig, ServerConfig
 from roseinfer.errors import ConfigError
+from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.metrics.totals import Load
 from roseinfer.observe.observation import Observation
@@ -145,6 +147,27 @@ async def test_the_other_side_has_the_same_page_and_the_same_recording(seed: int
     assert (theirs.steps == ours.steps).all()
     assert (theirs.writes == ours.writes).all()
     assert len(theirs.writes) > 0
+
+
+async def test_the_start_is_traced_from_when_it_was_though_the_other_side_began_later() -> None:
+    class Told:
+        def note_startup(self, _: EngineInfo, entered_ns: Mapping[LifecycleState, int]) -> None:
+            self.entered_ns = entered_ns
+
+    ends, told_of = Ends(), Told()
+    ends.observation._tracing = [told_of]  # type: ignore[list-item]
+    hub = ends.forwarder.hub
+    for state in (LifecycleState.STARTING, LifecycleState.LOADING, LifecycleState.FAILED, LifecycleState.STARTING):
+        hub.on_lifecycle(state)
+    first_ns = time.monotonic_ns()
+    hub.on_lifecycle(LifecycleState.READY)
+    ends.begin()
+    begun_ns = time.monotonic_ns()
+    ends.forwarder.set_engine_info(ENGINE)
+    ends.page()
+    assert list(told_of.entered_ns) == [LifecycleState.STARTING, LifecycleState.READY], "those of the newest start"
+    starting_ns, ready_ns = told_of.entered_ns.values()
+    assert starting_ns <= first_ns <= ready_ns <= begun_ns
 
 
 async def test_the_page_of_the_load_is_of_this_moment_though_no_fact_has_travelled() -> None:

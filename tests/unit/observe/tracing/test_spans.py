@@ -205,3 +205,10 @@ def test_the_startup_is_traced_stage_after_stage() -> None:
         "startup.import": (20, 500_000_020),
         "startup.load": (500_000_020, 2_000_000_020),
     }
+
+
+def test_the_stages_end_with_the_startup_though_the_loading_was_heard_of_late() -> None:
+    made = Made()
+    made.spans.of_startup((10, 1_000_000_000, 2_000_000_030), {"import": 0.5, "load": 1.5})
+    _, *stages = made.all()
+    assert [span.end_time for span in stages] == [500_000_030, 2_000_000_030]

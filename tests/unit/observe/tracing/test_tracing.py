@@ -209,10 +209,10 @@ def test_a_step_is_found_by_its_stamp_however_long_ago_within_the_ring() -> None
 
 def test_the_start_is_traced_once_from_the_states_and_the_stages() -> None:
     scene = Scene()
-    for state in (LifecycleState.STARTING, LifecycleState.LOADING, LifecycleState.WARMUP, LifecycleState.READY):
-        scene.tracing.on_lifecycle(state)
-    scene.tracing.set_engine_info(ENGINE)
+    entered_ns = {LifecycleState.STARTING: 5, LifecycleState.LOADING: 9 * MS, LifecycleState.READY: 1000 * MS}
+    scene.tracing.note_startup(ENGINE, entered_ns)
     whole, *stages = scene.made.all()
+    assert [(span.start_time, span.end_time) for span in (whole, *stages[:1])] == [(5, 1000 * MS), (9 * MS, 509 * MS)]
     names = [span.name for span in (whole, *stages)]
     assert names == ["roseinfer.startup", *(f"roseinfer.startup.{stage}" for stage in ENGINE.startup_s)]
     assert [span.end_time - span.start_time for span in stages if span.start_time and span.end_time] == [
