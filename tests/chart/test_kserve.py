@@ -96,6 +96,16 @@ def test_the_program_reads_the_command(device: str, kind: str) -> None:
         assert container[probe]["httpGet"]["port"] in {*ports, *ports.values()}
 
 
+def test_the_page_gives_an_inference_service_the_time_that_its_streams_need() -> None:
+    """A ServingRuntime has no such field, and Kubernetes' 30 seconds are less than the sleep and the drain."""
+    page = (ROOT / "docs" / "deployment.md").read_text().partition("\n## KServe\n")[2]
+    (block, *_) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    services = {each["kind"]: each["spec"] for each in yaml.safe_load_all(block)}
+    (container,) = pod_of("cpu", "ClusterServingRuntime")["containers"]
+    grace = services["InferenceService"]["predictor"]["terminationGracePeriodSeconds"]
+    assert grace == 15 + configured(container).server.drain_timeout_s + 2 + 5 + 5
+
+
 def test_where_kserve_has_certificates_the_api_and_the_probes_speak_tls() -> None:
     (container,) = pod_of("cpu", "LLMInferenceServiceConfig", with_tls=True)["containers"]
     config = configured(container)

@@ -36,10 +36,16 @@ def show(loaded: LoadedConfig) -> str:
     for section, leaves in groupby(options().values(), key=lambda option: option.section):
         lines.append(f"{section}:")
         for option in leaves:
-            value = json.dumps(getattr(getattr(loaded.config, section), option.name))
+            value = _yaml(getattr(getattr(loaded.config, section), option.name))
             source = loaded.sources.get(option.path, "default")
             lines.append(f"  {f'{option.name}: {value}':<44}  # {source}")
     return "\n".join(lines) + "\n"
+
+
+def _yaml(value: Any) -> str:
+    """JSON, in which YAML's escapes stand for what JSON writes in two parts, which YAML does not join."""
+    text = json.dumps(value, ensure_ascii=False)
+    return "".join(letter if letter.isascii() and letter.isprintable() else f"\\U{ord(letter):08x}" for letter in text)
 
 
 def json_schema() -> dict[str, Any]:
@@ -82,5 +88,9 @@ def _values(schema: Mapping[str, Any]) -> str:
     if schema["type"] == "array":
         return f"list of {_values(schema['items'])}"
     bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    limits = [f"{sign} {schema[key]:g}" for key, sign in bounds.items() if key in schema]
+    limits = [f"{sign} {_number(schema[key])}" for key, sign in bounds.items() if key in schema]
     return " ".join([f"`{schema['type']}`" if schema["type"] == "null" else schema["type"], ", ".join(limits)]).strip()
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"

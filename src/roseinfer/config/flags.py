@@ -21,6 +21,7 @@ from roseinfer.errors import ConfigError
 Positive = Annotated[int, Meta(ge=1)]
 
 _HOST_AND_PORT = re.compile(r"(\[[\dA-Fa-f:.]+\]|[\w.-]+):\d{1,5}(/.*)?")
+_VALUE_OF_SWITCH = "ignored explicit argument "
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -46,7 +47,12 @@ class Parser(argparse.ArgumentParser):
             argument = sentence.split()[0]
             raise ConfigError(f"is not an argument of {self.prog}{self._hint(argument)}", param=argument)
         if where.startswith("argument "):
-            raise ConfigError(sentence, param=where.removeprefix("argument "))
+            flag = where.removeprefix("argument ")
+            if sentence.startswith(_VALUE_OF_SWITCH):  # argparse's words for what it refuses
+                is_boolean = f"{flag}=false" in self._option_string_actions
+                given = sentence.removeprefix(_VALUE_OF_SWITCH)
+                sentence = f"{given} is not true or false" if is_boolean else f"takes no value, got {given}"
+            raise ConfigError(sentence, param=flag)
         raise ConfigError(f"{message}; see {self.prog} --help")
 
     def _hint(self, argument: str) -> str:

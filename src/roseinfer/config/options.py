@@ -658,13 +658,15 @@ class Option:
         """
         if not strict and isinstance(value, str) and self.is_list:
             value = [part.strip() for part in value.split(";") if part.strip()]
-        if not strict and value is False and "off" in words_of(self.type):
+        if not strict and value is False and ("off" in words_of(self.type) or self.path == "model.packed_cache"):
             value = "off"  # YAML reads the bare word as false
         try:
             converted = msgspec.convert(value, self.type, strict=strict)
         except msgspec.ValidationError as error:
             one_of = f"Expected one of {', '.join(map(str, self.choices))}, got {shown(value)}" if self.choices else ""
             reason = one_of or refusal_of(value, self.type, error, strict=strict)
+            if not one_of and str in types_in(self.type) and not isinstance(value, str | list | dict | None):
+                reason += "; in quotes it is a string"  # a name such as 1.0, or a commit of digits
             raise ConfigError(reason, param=self.path) from None
         for text in converted if isinstance(converted, tuple) else (converted,):
             if isinstance(text, str) and not _is_utf8(text):  # as in a path: processes send each other the tree

@@ -29,8 +29,24 @@ _SERVICE_LINK = re.compile(
     r"\w+(_SERVICE_(HOST|PORT)(_\w+)?=.*|_PORT(_\d+_[A-Z]+)?=\w+://.*|_PORT_\d+_[A-Z]+_(PROTO|PORT|ADDR)=.*)"
 )
 
+_MERGE = "tag:yaml.org,2002:merge"  # of the key <<
+
 # Errors that PyYAML raises beside its own: for text that is no UTF-8, invalid dates and numbers, and deep nesting.
 _UNREADABLE = (ValueError, AttributeError, LookupError, TypeError, RecursionError)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """PyYAML's safe loader, and a key that a mapping has twice is an error: the first one's values would be lost."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE]
+        seen = set()
+        for key in keys:
+            if key.value in seen:
+                raise yaml.composer.ComposerError(problem=f"{key.value} comes twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return node
 
 
 class Given(NamedTuple):
@@ -79,25 +95,50 @@ def _from_environment(env: Mapping[str, str]) -> dict[str, Given]:
         if name in by_variable:
             given[by_variable[name]] = Given(text, name)
         elif not _SERVICE_LINK.fullmatch(f"{name}={text}"):
-            raise ConfigError(f"names no option{closest(name, by_variable)}", param=name)
+            raise ConfigError(f"names no option{_variable_meant(name, by_variable)}", param=name)
     return given
+
+
+def _variable_meant(name: str, known: Iterable[str]) -> str:
+    """The hint for a variable with one underscore where there are two, or in small letters, or else `closest`."""
+    known = [*known, *FOREIGN_VARIABLES]
+    flat = name.upper().replace("__", "_")
+    same = [variable for variable in known if variable.replace("__", "_") == flat]
+    return f"; did you mean {same[0]}?" if same else closest(name, known)
 
 
 def _from_file(file: Path) -> dict[str, Given]:
     try:
-        tree = yaml.safe_load(file.read_text())
+        tree = read_yaml(file.read_text())
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", param=str(file)) from None
     except (yaml.YAMLError, *_UNREADABLE) as error:
         raise ConfigError(f"is not YAML: {yaml_problem(error)}{_wanted(file)}", param=str(file)) from None
     given = {}
     for section, values in _mapping(tree, str(file), _wanted(file)).items():
+        if not isinstance(values, dict) and (hint := _nested(str(section))):
+            raise ConfigError(f"names no option; did you mean {hint}?", param=f"{file}: {section}")
         for name, value in _mapping(values, f"{file}: {section}").items():
             path = f"{section}.{name}"
             if path not in options():
                 raise ConfigError(f"names no option{closest(path, options())}", param=f"{file}: {path}")
             given[path] = Given(value, str(file))
     return given
+
+
+def read_yaml(text: str) -> Any:
+    """Like `yaml.safe_load`, but a key that a mapping has twice is an error."""
+    loader = _StrictLoader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
+def _nested(name: str) -> str:
+    """How options are written that a file has outside of their section, such as `port` or `server.port`."""
+    found = [option for path, option in options().items() if name in (path, option.name)]
+    return " or ".join(f"{option.section}: {{{option.name}: ...}}" for option in found)
 
 
 def yaml_problem(error: Exception) -> str:

@@ -121,6 +121,10 @@ def test_flag_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (["serve", "--cache.prefix-caching", "false"],
          ("roseinfer: --cache.prefix-caching: takes no value after a blank: write --cache.prefix-caching, "
           "--cache.prefix-caching=false or --no-cache.prefix-caching")),
+        (["serve", "--cache.prefix-caching=maybe"],
+         "roseinfer: --cache.prefix-caching: 'maybe' is not true or false"),
+        (["serve", "--no-cache.prefix-caching=true"],
+         "roseinfer: --no-cache.prefix-caching: takes no value, got 'true'"),
         (["generate", ""], "roseinfer: PROMPT: is empty"),
         (["serve", "extra"], "roseinfer: extra: is not an argument of roseinfer serve"),
         (["serve", "openai-community/gpt2"],

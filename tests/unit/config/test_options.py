@@ -176,6 +176,10 @@ def test_values_at_the_edge_of_a_relation_are_fine() -> None:
         ("scheduler: {nope: 3}", "scheduler.nope", "names no option"),
         ("a: [", "", "is not YAML: line 1, column 5: expected the node content, but found '<stream end>'"),
         ("a: 1\nb: c: d", "", "is not YAML: line 2, column 5: mapping values are not allowed here"),
+        ("server: {port: 1}\nserver: {host: a}", "", "is not YAML: line 2, column 1: server comes twice"),
+        ("server: {port: 1, host: a, port: 2}", "", "is not YAML: line 1, column 28: port comes twice"),
+        ("port: 8600", "port", "names no option; did you mean server: {port: ...}?"),
+        ("server.port: 8600", "server.port", "names no option; did you mean server: {port: ...}?"),
         ("a: \x01", "", "is not YAML: character 4: special characters are not allowed"),
     ],
 )
@@ -200,7 +204,8 @@ def test_a_file_of_another_language_hears_which_is_wanted(content: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    "path", ["scheduler.speculation", "runner.kernels", "runner.cuda_graphs", "cache.prefix_caching"]
+    "path",
+    ["scheduler.speculation", "runner.kernels", "runner.cuda_graphs", "model.packed_cache", "cache.prefix_caching"],
 )
 def test_off_needs_no_quotes_in_a_file(path: str, tmp_path: Path) -> None:
     """YAML reads the bare word as false."""
@@ -219,6 +224,21 @@ def test_a_file_s_value_that_is_neither_number_nor_word_is_named(written: str, g
         load(file=file)
     assert caught.value.param == "scheduler.speculation"
     assert caught.value.message == f"{got} is not an integer, nor auto or off"
+
+
+def test_a_merge_may_be_overruled(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("model: &a {path: x}\nserver:\n  <<: {port: 1, host: a}\n  <<: {ops_port: 3}\n  port: 2\n")
+    server = load(file=file).config.server
+    assert (server.port, server.host, server.ops_port) == (2, "a", 3)
+
+
+@pytest.mark.parametrize("written", ["1.0", "0123456", "no", "2026-01-01"])
+def test_a_file_s_text_that_yaml_reads_as_something_else_hears_of_quotes(written: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"model: {{revision: {written}}}")
+    with pytest.raises(ConfigError, match=r"; in quotes it is a string$"):
+        load(file=file)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -246,6 +266,19 @@ def test_an_unknown_variable_is_named(name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(env={name: "8080"})
     assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("ROSEINFER_SERVER_PORT", "ROSEINFER_SERVER__PORT"),
+        ("ROSEINFER_server__port", "ROSEINFER_SERVER__PORT"),
+        ("ROSEINFER_API_KEY", "ROSEINFER_API_KEYS"),
+    ],
+)
+def test_a_variable_that_is_nearly_one_hears_which(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"names no option; did you mean {meant}\?$"):
+        load(env={name: "8080"})
 
 
 def test_other_peoples_variables_are_left_alone() -> None:
@@ -279,7 +312,11 @@ def test_a_model_is_served_under_several_names() -> None:
 
 
 def test_show_prints_a_file_that_loads_to_the_same_tree(tmp_path: Path) -> None:
-    loaded = load({"scheduler.max_num_seqs": Given("9", "--max-num-seqs"), "model.path": Given("a: b #", "--model")})
+    given = {
+        "scheduler.max_num_seqs": Given("9", "--max-num-seqs"),
+        "model.path": Given("a: b # \U0001f600\x7f\\", "--model"),
+    }
+    loaded = load(given)
     file = tmp_path / "config.yaml"
     file.write_text(config_docs.show(loaded))
     assert load(file=file).config == loaded.config

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from roseinfer.bench.load.plan import NS_PER_S, PlannedRequest, Segment, prompt_segments
 from roseinfer.bench.options import MAX_REQUESTS, lengths_of
-from roseinfer.config.sources import yaml_problem
+from roseinfer.config.sources import read_yaml, yaml_problem
 from roseinfer.errors import ConfigError
 from roseinfer.messages import TokenCount
 from roseinfer.runtime.validation import Misfit, convert
@@ -178,7 +178,7 @@ def _check_ranges(given: "Scenario | LongShare") -> None:
 def load_scenario(file: Path) -> Scenario:
     """Raises ConfigError, one sentence that names the field."""
     try:
-        tree = yaml.safe_load(file.read_text())
+        tree = read_yaml(file.read_text())
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", param=PARAM) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
