@@ -298,6 +298,19 @@ def test_rotations_that_change_with_the_longest_text_of_a_batch(tmp_path: Path) 
     torch.testing.assert_close(logits_of(runner, (0, 0, text))[0], expected, atol=TOLERANCE, rtol=0)
 
 
+@torch.inference_mode()
+def test_rotations_of_one_type_of_layers_that_change_with_the_longest_text(tmp_path: Path) -> None:
+    long = {"rope_type": "longrope", "original_max_position_embeddings": 100}
+    long |= {"short_factor": [1.5] * 8, "long_factor": [4.0] * 8, "rope_theta": 10_000.0}
+    plain = {"rope_type": "default", "rope_theta": 10_000.0}
+    ropes = {"full_attention": long, "sliding_attention": plain}
+    reference = random_model("gemma3_text", rope_parameters=ropes)
+    runner, text = load(reference, tmp_path), text_of(100)
+    assert runner.info.max_model_len == 100
+    expected = reference(torch.tensor([text]), use_cache=False).logits[0, -1]
+    torch.testing.assert_close(logits_of(runner, (0, 0, text))[0], expected, atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_an_untested_type_is_compared_at_load(
     quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -336,6 +349,8 @@ def test_an_untested_type_whose_first_position_is_not_0_is_refused(tmp_path: Pat
         ("gemma2", {"num_attention_heads": 0}, "transformers cannot load it: "),
         ("gemma2", {"architectures": 5}, "architectures 5 is no list of names"),
         ("gemma2", {"sliding_window": 0}, "has a window without keys"),
+        ("gemma2", {"is_causal": False}, "sees the tokens behind each token too \\(is_causal in config.json"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "too \\(use_bidirectional_attention in config.json"),
         ("phi3", {"num_hidden_layers": 0}, "has no layers"),
         ("gemma2", {"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}, "needs code of its own"),
         ("deepseek_v2", {"num_key_value_heads": 2}, "is a deepseek_v2, which transformers cannot compute"),

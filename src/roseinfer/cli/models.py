@@ -67,14 +67,15 @@ def outline(directory: Path) -> dict[str, Any]:
 
             model = transformers_loading.modules(checkpoint, "eager" if spec else transformers_loading.IN_FIRST_PASS)
             attention = transformers.attention_of(model, checkpoint) if spec is None else spec.attention
+            config = model.config.get_text_config(decoder=True)
+            positions = transformers_loading.max_positions(config, checkpoint) if spec is None else spec.max_positions
     except ConfigError as error:
         return facts | {"served_by": "refused", "reason": error.reason}
-    config = model.config.get_text_config(decoder=True)
     return facts | {
         "served_by": "native" if spec is not None else "transformers",
         "is_tested": spec is not None or facts["model_type"] in TESTED,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "positions": config.max_position_embeddings,
+        "positions": positions,
         "vocab_size": config.vocab_size,
         "layers": len(attention.windows),
         "heads": attention.num_heads,

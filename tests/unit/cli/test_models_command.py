@@ -67,6 +67,22 @@ def test_a_type_that_only_a_server_compares_is_said_to_be_one(
     assert ("a server does at start" in capsys.readouterr().out) is not is_tested
 
 
+def test_positions_are_those_of_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """More than config.json says where YaRN stretches them, fewer where rotations would change behind them."""
+    shape = SHAPE | {"num_key_value_heads": 2, "intermediate_size": 96}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    long = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    configs = {
+        "qwen2": {"rope_parameters": yarn, "max_position_embeddings": 40},
+        "phi3": {"rope_parameters": long, "original_max_position_embeddings": 64, "pad_token_id": 0},
+    }
+    found = {}
+    for model_type, fields in configs.items():
+        AutoConfig.for_model(model_type, **shape, **fields).save_pretrained(tmp_path)
+        found[model_type] = told(tmp_path, capsys, exit_code=2)["positions"]
+    assert found == {"qwen2": 128, "phi3": 64}
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes", "reason"),
     [

@@ -43,6 +43,10 @@ class GPT2Spec(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("only attention scaled by the root of the head size is supported")
 
     @property
+    def max_positions(self) -> int:
+        return self.n_positions
+
+    @property
     def head_dim(self) -> int:
         return self.n_embd // self.n_head
 
@@ -92,7 +96,7 @@ class GPT2:
         prefix = "transformer." if "transformer.wte.weight" in checkpoint.names else ""
         read = _Reader(checkpoint, placement, spec.layer_norm_epsilon, prefix)
         self.vocab_size = spec.vocab_size
-        self.max_positions = spec.n_positions
+        self.max_positions = spec.max_positions
         self.attention_spec = spec.attention
         self._token_embedding, self.head = read.embedding_and_head(
             "wte.weight", (spec.vocab_size, spec.n_embd), is_tied=spec.tie_word_embeddings

@@ -8,6 +8,7 @@ add a configuration to tests/integration/test_parity.py, which compares it with 
 
 from typing import Any, NamedTuple
 
+from roseinfer.errors import ConfigError
 from roseinfer.model.device import Placement
 from roseinfer.model.families.causal_lm import CausalLM, read_spec
 from roseinfer.model.families.gpt2 import GPT2, GPT2Spec
@@ -22,7 +23,8 @@ from roseinfer.model.families.llama import (
     SeedOssSpec,
     SmolLM3Spec,
 )
-from roseinfer.model.layers.rope import normalise_rope
+from roseinfer.model.families.tested import TESTED
+from roseinfer.model.layers.rope import DEFAULT_THETA, normalise_rope
 from roseinfer.model.weights.checkpoint import Checkpoint
 
 
@@ -34,6 +36,7 @@ class _Family(NamedTuple):
     model: Any  # of a spec, a checkpoint, a placement, and the number of positions that are served, or None for all
     spec: type[GPT2Spec] | type[FamilySpec]
     bare: str  # the architecture without a head
+    theta: float = DEFAULT_THETA  # of rotations, where config.json has none
 
 
 FAMILIES = {  # by architecture
@@ -44,14 +47,17 @@ FAMILIES = {  # by architecture
     "Qwen2ForCausalLM": _Family("qwen2", "Qwen2, Qwen2.5", Llama, Qwen2Spec, "Qwen2Model"),
     "Qwen3ForCausalLM": _Family("qwen3", "Qwen3, dense", Llama, Qwen3Spec, "Qwen3Model"),
     "SeedOssForCausalLM": _Family("seed_oss", "Seed-OSS", Llama, SeedOssSpec, "SeedOssModel"),
-    "SmolLM3ForCausalLM": _Family("smollm3", "SmolLM3", Llama, SmolLM3Spec, "SmolLM3Model"),
+    "SmolLM3ForCausalLM": _Family("smollm3", "SmolLM3", Llama, SmolLM3Spec, "SmolLM3Model", 2_000_000.0),
 }
 
 
 def native_spec(checkpoint: Checkpoint) -> GPT2Spec | FamilySpec | None:
     """What a file of ours reads of config.json; None where there is no such file. Raises ConfigError."""
     family = _find(checkpoint)
-    return None if family is None else read_spec(normalise_rope(checkpoint.config), family.spec, checkpoint)
+    if family is None:
+        return None
+    _check_kind(family, checkpoint)
+    return read_spec(normalise_rope(checkpoint.config, family.theta), family.spec, checkpoint)
 
 
 def build_model(checkpoint: Checkpoint, placement: Placement, max_model_len: int | None = None) -> CausalLM:
@@ -66,6 +72,20 @@ def build_model(checkpoint: Checkpoint, placement: Placement, max_model_len: int
         return TransformersModel(checkpoint, placement)
     model: CausalLM = family.model(spec, checkpoint, placement, max_model_len)
     return model
+
+
+def _check_kind(family: _Family, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError where config.json asks for another model than the family's, whatever its fields are."""
+    config, reason = checkpoint.config, None
+    model_type = config.get("model_type")
+    if model_type != family.model_type and model_type in TESTED:
+        reason = f"model_type is {model_type}, but architectures names a {family.model_type}"
+    elif not config.get("is_causal", True):  # as of Qwen2 that was trained for embeddings
+        reason = "is_causal is not true: it sees the tokens behind each token too, which cannot be served"
+    elif config.get("per_layer_config") is not None:
+        reason = "per_layer_config is not supported: all layers are of one shape"
+    if reason is not None:
+        raise ConfigError(f"{checkpoint.directory}/config.json: {reason}.", param="model.path")
 
 
 def _find(checkpoint: Checkpoint) -> _Family | None:

@@ -200,8 +200,10 @@ def _model_class(config: Any, checkpoint: Checkpoint) -> Any:
         refuse(checkpoint, f"asks for {named}, which is no decoder we know")
     if others := set((text.layer_types if hasattr(text, "layer_types") else None) or ()) - _LAYER_TYPES:
         refuse(checkpoint, f"has layers of {', '.join(sorted(others))}")
-    if text.to_dict().get("use_bidirectional_attention"):
-        refuse(checkpoint, "sees the tokens behind each token too")
+    fields = text.to_dict()
+    for name, is_usual in (("use_bidirectional_attention", False), ("is_causal", True)):
+        if bool(fields.get(name, is_usual)) is not is_usual:
+            refuse(checkpoint, f"sees the tokens behind each token too ({name} in config.json)")
     return classes[asked[0]]
 
 
@@ -217,16 +219,22 @@ def max_positions(config: Any, checkpoint: Checkpoint) -> int:
     if not isinstance(limit, int) or limit < 1:
         refuse(checkpoint, "does not say how many positions it has (max_position_embeddings)")
     rope = config.to_dict().get("rope_parameters") or {}
-    if rope.get("rope_type") == "longrope":
-        limit = min(limit, int(rope["original_max_position_embeddings"]))
+    for kind in (rope, *rope.values()):  # of all layers, or of each type of layers
+        if isinstance(kind, dict) and kind.get("rope_type") == "longrope":
+            limit = min(limit, int(kind["original_max_position_embeddings"]))
     return limit
 
 
 def _fix_ropes(model: Any) -> None:
     """Have rotations stay as they are up to `max_positions`, without a look at the positions of each step."""
-    for module in model.modules():
-        if vars(module).get("rope_type") in _CHANGING_ROPES:
-            module.rope_type = "default"  # of its forward pass; its frequencies are made
+    for module in model.modules():  # their types are of the forward pass alone, as frequencies are made
+        kinds = vars(module).get("rope_type")
+        if isinstance(kinds, dict):  # by the type of layers
+            module.rope_type = {
+                layers: "default" if kind in _CHANGING_ROPES else kind for layers, kind in kinds.items()
+            }
+        elif kinds in _CHANGING_ROPES:
+            module.rope_type = "default"
 
 
 def refuse(checkpoint: Checkpoint, what: str) -> NoReturn:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from roseinfer.model.attention.base import AttentionSpec
 from roseinfer.model.device import Placement
 
-_DEFAULT_THETA = 10_000.0
+DEFAULT_THETA = 10_000.0
 _PASSED_OVER = ("attn_factor", "finetuned")  # of the first YaRN checkpoints; transformers computes without them too
 _SCALED_FROM_ORIGINAL = ("llama3", "yarn")  # types that compare wavelengths with the context of pre-training
 
@@ -136,7 +136,7 @@ class YarnRope(Rope, frozen=True, kw_only=True, tag="yarn"):
 AnyRope = Rope | LinearRope | DynamicRope | Llama3Rope | YarnRope
 
 
-def normalise_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def normalise_rope(config: Mapping[str, Any], default_theta: float = DEFAULT_THETA) -> dict[str, Any]:
     """A copy of `config.json` whose rope section has the fields of `AnyRope`, under the name it had, if it had any.
 
     Transformers has written `rope_theta` beside `rope_scaling`, later both into `rope_parameters`; `type` is the old
@@ -146,7 +146,8 @@ def normalise_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     section = config.get(name) or {}
     if not isinstance(section, dict):
         return dict(config)
-    fields = {"rope_theta": config.get("rope_theta", _DEFAULT_THETA), "rope_type": section.get("type", "default")}
+    config = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_parameters")}
+    fields = {"rope_theta": config.get("rope_theta", default_theta), "rope_type": section.get("type", "default")}
     fields |= {key: value for key, value in section.items() if key not in ("type", *_PASSED_OVER)}
     if fields["rope_type"] in _SCALED_FROM_ORIGINAL:
         fields.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))

@@ -14,7 +14,7 @@ from roseinfer.errors import ConfigError
 from roseinfer.model.device import Placement
 from roseinfer.model.families.causal_lm import CausalLM
 from roseinfer.model.families.llama import FamilySpec, Llama, LlamaSpec, MistralSpec, Qwen2Spec, Qwen3Spec
-from roseinfer.model.families.registry import build_model
+from roseinfer.model.families.registry import build_model, native_spec
 from roseinfer.model.kernels.library import levels_here
 from roseinfer.model.layers.rope import normalise_rope
 from roseinfer.model.runner import load_runner
@@ -68,6 +68,8 @@ def test_the_size_of_heads() -> None:
     assert [spec_type.has_head_norms for spec_type in SPECS] == [False, False, False, True]
 
 
+QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
@@ -103,11 +105,14 @@ def test_windows(spec_type: type[FamilySpec], fields: dict[str, Any], windows: t
         ({"vocab_size": None}, "`$.vocab_size`"),
         ({"quantization_config": {"quant_method": "hqq"}}, "weights in the format hqq are not read"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "'longrope' - at `$.rope_scaling"),
-        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types has not num_hidden"),
-        ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["linear_attention"] * 3}, "at `$.layer_types[0]`"),
-        ({"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention"]}, "layer_types has not num_hid"),
-        ({"architectures": ["MistralForCausalLM"], "layer_types": ["chunked_attention"] * 3}, "`$.layer_types[0]`"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "`$.sliding_window`"),
+        (QWEN2 | {"layer_types": ["full_attention"]}, "layer_types has not num_hidden_layers entries"),
+        (QWEN2 | {"layer_types": ["linear_attention"] * 3}, "at `$.layer_types[0]`"),
+        (MISTRAL | {"layer_types": ["full_attention"]}, "layer_types has not num_hidden_layers entries"),
+        (MISTRAL | {"layer_types": ["chunked_attention"] * 3}, "`$.layer_types[0]`"),
+        (MISTRAL | {"sliding_window": 0}, "`$.sliding_window`"),
+        ({"is_causal": False}, "is_causal is not true: it sees the tokens behind each token too"),
+        ({"per_layer_config": {"0": {"rms_norm_eps": 0.1}}}, "per_layer_config is not supported"),
+        ({"model_type": "granite"}, "model_type is granite, but architectures names a llama"),
         ({"architectures": ["MixtralForCausalLM"]}, "asks for MixtralForCausalLM, which is no decoder we know"),
         ({"num_hidden_layers": 4}, "has no tensor model.layers.3.input_layernorm.weight"),
         ({"num_hidden_layers": 2}, "tensor model.layers.2.input_layernorm.weight does not belong to a llama model"),
@@ -164,6 +169,7 @@ def test_positions_that_are_not_served_have_no_rotations(tmp_path: Path) -> None
     assert torch.equal(rotations[16].sin, rotations[None].sin[:16])
 
 
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 
 
@@ -204,6 +210,17 @@ def test_without_architectures_the_model_type_decides(tmp_path: Path) -> None:
     assert model.attention_spec.num_kv_heads == 2
 
 
+@pytest.mark.parametrize(("family", "theta"), [({}, 10_000.0), (SMOLLM3, 2_000_000.0)], ids=["llama", "smollm3"])
+@pytest.mark.parametrize("fields", [{}, {"rope_scaling": YARN}], ids=["plain", "yarn"])
+def test_the_base_of_rotations_where_config_json_has_none(
+    tmp_path: Path, family: dict[str, Any], theta: float, fields: dict[str, Any]
+) -> None:
+    with Checkpoint(write_checkpoint(tmp_path, **family | fields)) as checkpoint:
+        spec = native_spec(checkpoint)
+    assert isinstance(spec, FamilySpec)
+    assert spec.rope.rope_theta == theta
+
+
 def test_every_shape_of_linear_is_named_for_warm_up(tmp_path: Path) -> None:
     model = build(write_checkpoint(tmp_path, tie_word_embeddings=True))
     shapes = [(linear.num_outputs, linear.num_inputs) for linear in (*model.layer_linears, model.head)]
@@ -212,6 +229,7 @@ def test_every_shape_of_linear_is_named_for_warm_up(tmp_path: Path) -> None:
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
     "head_dim": 8,
     "use_sliding_window": True,
     "sliding_window": 20,

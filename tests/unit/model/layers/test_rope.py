@@ -16,6 +16,7 @@ from roseinfer.model.families.llama import LlamaSpec
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.layers.rope import (
     DynamicRope,
+    LinearRope,
     Llama3Rope,
     QueryKeyRotation,
     Rope,
@@ -107,6 +108,13 @@ def test_all_spellings_of_the_section_are_the_same() -> None:
     assert spec_of(rope_parameters=scaling | {"rope_theta": 500_000}, rope_scaling=None).rope == expected
     assert spec_of(rope_theta=500_000, rope_scaling=LLAMA3, original_max_position_embeddings=8192).rope == expected
     assert spec_of(rope_scaling={"type": "dynamic", "factor": 2}).rope == DynamicRope(rope_theta=10_000.0, factor=2.0)
+
+
+@pytest.mark.parametrize("empty", [{}, False, None], ids=str)
+def test_an_empty_section_is_none(empty: Any) -> None:
+    linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0}
+    assert spec_of(rope_scaling=empty, rope_theta=500_000).rope == Rope(rope_theta=500_000.0)
+    assert spec_of(rope_scaling=empty, rope_parameters=linear).rope == LinearRope(rope_theta=7.0, factor=2.0)
 
 
 def test_the_original_context_is_the_models_where_nothing_else_is_said() -> None:
