@@ -13,7 +13,8 @@ from roseinfer.explain import text
 from roseinfer.explain.evidence import read_evidence
 from roseinfer.explain.explanation import Timing, explain
 from roseinfer.observe.gaps.request_gaps import gaps_of
-from roseinfer.observe.recorder.recording import Recording
+from roseinfer.observe.logs import escape
+from roseinfer.observe.recorder.recording import Recording, refusing_contradictions
 
 
 def run_explain(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
@@ -21,11 +22,12 @@ def run_explain(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     _check_plot(arguments.plot)
     recording, ledgers = read_evidence(arguments.source, read_key(loaded.config))
     clock: Timing = _clock_of(recording, arguments.clock) if ledgers is None else "ledger"
-    gaps = gaps_of(recording, arguments.clock) if ledgers is None else ledgers
-    if arguments.last is not None and gaps:
-        begin_ns = gaps[-1].end_ns - int(arguments.last * 1e9)
-        gaps = [gap for gap in gaps if gap.end_ns > begin_ns]
-    explanation = explain(gaps, recording, arguments.source, clock)
+    with refusing_contradictions("It", arguments.source):
+        gaps = gaps_of(recording, arguments.clock) if ledgers is None else ledgers
+        if arguments.last is not None and gaps:
+            begin_ns = gaps[-1].end_ns - int(arguments.last * 1e9)
+            gaps = [gap for gap in gaps if gap.end_ns > begin_ns]
+        explanation = explain(gaps, recording, arguments.source, clock)
     if arguments.plot is not None:
         from roseinfer.explain.plot import write_plot
 
@@ -34,7 +36,7 @@ def run_explain(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
         print(msgspec.json.format(msgspec.json.encode(explanation), indent=2).decode())
     else:
         for line in text.lines(explanation):
-            print(line)
+            print(escape(line))  # a recording may come from anybody
     return 0
 
 

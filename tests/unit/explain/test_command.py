@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import numpy as np
 import pytest
 
 from roseinfer.bench.definitions import Observed
@@ -233,7 +234,16 @@ def test_files_that_hold_no_recording(path: Path, tmp_path: Path, capsys: pytest
     old.save(tmp_path / "old.npz")
     damaged = msgspec.structs.replace(recording.meta, config=cast("dict[str, dict[str, Any]]", {"scheduler": 7}))
     dataclasses.replace(recording, meta=damaged).save(tmp_path / "config.npz")
+    steps, writes = recording.steps.copy(), recording.writes.copy()
+    writes["written_ns"][len(writes) // 2 :] = 2**63 - 1
+    writes["written_ns"][: len(writes) // 2] = -(2**63)
+    dataclasses.replace(recording, writes=writes).save(tmp_path / "writes.npz")
+    steps["num_decode_seqs"] = np.arange(len(steps)) % 3
+    steps["num_draft_tokens"] = -(np.arange(len(steps)) % 3)
+    dataclasses.replace(recording, steps=steps).save(tmp_path / "steps.npz")
     for name, sentence in (
+        ("writes.npz", "It is damaged: its numbers contradict each other."),
+        ("steps.npz", "It is damaged: its numbers contradict each other."),
         ("missing.npz", "No such file or directory"),
         ("empty", "holds no recording.npz"),
         ("text.npz", "is no recording of roseinfer"),
@@ -250,6 +260,18 @@ def test_files_that_hold_no_recording(path: Path, tmp_path: Path, capsys: pytest
         assert sentence in line, name
         assert line.startswith(f"roseinfer: {tmp_path / name}: ")
         assert line.count(str(tmp_path / name)) == 1
+
+
+def test_what_a_terminal_would_obey_is_escaped(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recording = Recording.load(path)
+    requests = [msgspec.structs.replace(each, request_id=f"\x1b]0;{each.serial}\x07") for each in recording.requests]
+    meta = msgspec.structs.replace(recording.meta, trigger="a\x1b[2J\nb")
+    dataclasses.replace(recording, meta=meta, requests=requests).save(tmp_path / "sent.npz")
+    assert main(["explain", str(tmp_path / "sent.npz")]) == 0
+    out = capsys.readouterr().out
+    assert out.replace("\n", "").isprintable()
+    assert "saved by the rule: a\\x1b[2J\\nb" in out
+    assert r"prefill of request \x1b]0;" in out
 
 
 def test_a_recording_without_gaps(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from roseinfer.config.options import Config
-from roseinfer.errors import InvalidRequest
 from roseinfer.observe.gaps import intervals
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.deliveries import LiveInterruptions
@@ -19,7 +18,14 @@ from roseinfer.observe.gaps.request_gaps import gaps_of
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.recorder.chrome_trace import chrome_trace
 from roseinfer.observe.recorder.recorder import Capture, FlightRecorder
-from roseinfer.observe.recorder.recording import ClockPair, Recording, RequestRecord, StructArray, step_of
+from roseinfer.observe.recorder.recording import (
+    ClockPair,
+    Recording,
+    RequestRecord,
+    StructArray,
+    refusing_contradictions,
+    step_of,
+)
 from roseinfer.observe.recorder.timeline_view import CONTEXT_STEPS, Cursor, timeline_json
 from roseinfer.records import MAX_PREFIX_WAIT_STEPS, BlockedBy, QueueReport, RequestTimeline, StepRecord
 from roseinfer.runtime.cpu_waits import LoopWaits
@@ -87,10 +93,8 @@ class Flight(FlightRecorder):
     def view(self, content: bytes) -> bytes:
         """Returns the page's data of a saved recording. Raises InvalidRequest for bytes that are none."""
         recording = Recording.read(io.BytesIO(content))
-        try:
+        with refusing_contradictions("The file"):
             return timeline_json(recording, self._find_gaps, recording.first_ns, MAX_VIEWED_STEPS)
-        except (ArithmeticError, LookupError, TypeError, ValueError):
-            raise InvalidRequest("The file is damaged: its numbers contradict each other.", param="recording") from None
 
     def requests(self) -> dict[str, Any]:
         """Lists requests in flight, in the order of arrival, with the places of those that wait."""

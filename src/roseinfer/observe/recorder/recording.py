@@ -8,6 +8,8 @@ import struct
 import tokenize
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -224,6 +226,15 @@ def _arrays_in(file: BinaryIO, name: str) -> dict[str, npt.NDArray[Any]]:
     except (zipfile.BadZipFile, zlib.error, struct.error, SyntaxError, tokenize.TokenError):
         pass
     raise InvalidRequest(f"{name} is no recording of roseinfer.", param="recording")
+
+
+@contextmanager
+def refusing_contradictions(name: str, param: str = "recording") -> Iterator[None]:
+    """Raises InvalidRequest, which calls a recording by `name`, where work on it fails for what its numbers are."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, TypeError, ValueError):
+        raise InvalidRequest(f"{name} is damaged: its numbers contradict each other.", param=param) from None
 
 
 def _of_today(steps: StructArray) -> StructArray:
