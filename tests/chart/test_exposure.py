@@ -88,6 +88,7 @@ RANGES = {"loadBalancerSourceRanges": ["10.0.0.0/8"]}
     [
         {"apiKeys": {"existingSecret": "keys"}},
         {"config": {"server": {"api_key_file": "/etc/keys"}}},
+        {"env": [{"name": "ROSEINFER_API_KEYS", "value": "a"}]},
         {"service": RANGES},
         {"service": {"withoutKeys": True}},
     ],
@@ -102,6 +103,24 @@ def test_a_load_balancer_is_guarded_or_said_to_be_open(helm: HelmProcess, values
     assert spec.get("loadBalancerSourceRanges") == values.get("service", {}).get("loadBalancerSourceRanges")
     assert release.one("Service", "-ops")["spec"]["type"] == "ClusterIP"
     assert helm.invalid(release, NEWEST) == []
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"apiKeys": {"existingSecret": "keys"}},
+        {"config": {"server": {"api_key_file": "/etc/keys"}}},
+        {"env": [{"name": "ROSEINFER_API_KEYS", "value": "a"}]},
+    ],
+)
+def test_a_picker_reads_the_operations_port_where_the_other_wants_a_key(helm: HelmProcess, keys: Object) -> None:
+    """From wherever the keys come: without one it is answered 401, and sees no load."""
+    pool = {"inferencePool": {"enabled": True, "endpointPickerRef": {"name": "picker"}}}
+    assert "the picker, which has none, reads the operations port" in refusal(helm, {**keys, **pool})
+    release = helm.render({**keys, **pool, "networkPolicy": {"metricsFrom": [{"podSelector": {}}]}})
+    picker = yaml.safe_load(release.one("ConfigMap", "-picker")["data"]["picker.yaml"])
+    (source,) = [each for each in picker["plugins"] if each["type"] == "metrics-data-source"]
+    assert source["parameters"]["port"] == 8001
 
 
 def test_an_open_one_among_several_models_is_found(helm: HelmProcess) -> None:

@@ -162,7 +162,7 @@ CONTRADICTIONS = [
     ("{metrics: {compat: vllm}}", "it needs prometheusRule.enabled"),
     (
         "{inferencePool: {enabled: true, endpointPickerRef: {name: a}}, apiKeys: {existingSecret: s}}",
-        "inferencePool.enabled with apiKeys.existingSecret: the picker, which has no key, reads the operations port",
+        "inferencePool.enabled with keys (apiKeys.existingSecret): the picker, which has none, reads the operations",
     ),
     (
         "{inferencePool: {enabled: true, endpointPickerRef: {name: a}}, tls: {existingSecret: s}}",

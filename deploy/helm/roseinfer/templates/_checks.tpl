@@ -64,8 +64,8 @@ shorter grace period lets the kubelet cut streams that were promised to end.
 {{- if and .Values.networkPolicy.enabled (not .Values.networkPolicy.kvEventsFrom) }}
 {{- fail "kvEvents.enabled and networkPolicy.kvEventsFrom is empty, so that no pod may read the events: name the picker or router there" }}
 {{- end }}
-{{- if and .Values.inferencePool.enabled .Values.apiKeys.existingSecret (not $events.renderURL) }}
-{{- fail "kvEvents.enabled and inferencePool.enabled with apiKeys.existingSecret: the picker, which has no key, cannot ask the API port for the tokens of a prompt; set kvEvents.renderURL to a server that it can ask, such as http://localhost:8000 for `vllm launch render` in its pod" }}
+{{- if and .Values.inferencePool.enabled (include "roseinfer.hasKeys" .) (not $events.renderURL) }}
+{{- fail "kvEvents.enabled and inferencePool.enabled with keys (apiKeys.existingSecret): the picker, which has no key, cannot ask the API port for the tokens of a prompt; set kvEvents.renderURL to a server that it can ask, such as http://localhost:8000 for `vllm launch render` in its pod" }}
 {{- end }}
 {{- else if $events.renderURL }}
 {{- fail "kvEvents.renderURL is given and kvEvents.enabled is false: the picker's configuration would not have it" }}
@@ -167,7 +167,7 @@ shorter grace period lets the kubelet cut streams that were promised to end.
 {{- if and (include "roseinfer.oneNode" .) (not .Values.modelCache.existingClaim) (or (gt (.Values.replicaCount | int) 1) (ne .Values.autoscaling.type "none")) }}
 {{- fail (printf "modelCache.accessModes is %s, which is one node's, and there may be several replicas: take ReadWriteMany" (include "roseinfer.oneNode" .)) }}
 {{- end }}
-{{- if and .Values.profiling.enabled (not .Values.apiKeys.existingSecret) }}
+{{- if and .Values.profiling.enabled (not (include "roseinfer.hasKeys" .)) }}
 {{- fail "profiling.enabled needs apiKeys.existingSecret: off the loopback /debug/* is answered to those with a key only" }}
 {{- end }}
 {{- if and .Values.profiling.nsys.enabled (not .Values.profiling.enabled) }}
@@ -391,7 +391,7 @@ shorter grace period lets the kubelet cut streams that were promised to end.
 {{- if and (eq ($service.ipFamilyPolicy | default "") "SingleStack") (gt (len ($service.ipFamilies | default list)) 1) }}
 {{- fail "service.ipFamilyPolicy is SingleStack and service.ipFamilies has two" }}
 {{- end }}
-{{- $open := and (eq $service.type "LoadBalancer") (not (or .Values.apiKeys.existingSecret (include "roseinfer.option" (dict "context" . "section" "server" "name" "api_key_file" "default" "")))) }}
+{{- $open := and (eq $service.type "LoadBalancer") (not (include "roseinfer.hasKeys" .)) }}
 {{- if and $open (not (or $service.loadBalancerSourceRanges $service.withoutKeys)) }}
 {{- fail "service.type is LoadBalancer and there are no keys, so all who reach the address may use the model and read /metrics: give apiKeys.existingSecret or service.loadBalancerSourceRanges, or say by service.withoutKeys that this is meant" }}
 {{- end }}
@@ -406,8 +406,8 @@ shorter grace period lets the kubelet cut streams that were promised to end.
 {{- if and $service.externalTrafficPolicy (eq $service.type "ClusterIP") }}
 {{- fail "service.externalTrafficPolicy is given and service.type is ClusterIP, which is not reached from outside" }}
 {{- end }}
-{{- if and .Values.inferencePool.enabled .Values.apiKeys.existingSecret .Values.networkPolicy.enabled (not .Values.networkPolicy.metricsFrom) }}
-{{- fail "inferencePool.enabled with apiKeys.existingSecret: the picker, which has no key, reads the operations port; name it in networkPolicy.metricsFrom" }}
+{{- if and .Values.inferencePool.enabled (include "roseinfer.hasKeys" .) .Values.networkPolicy.enabled (not .Values.networkPolicy.metricsFrom) }}
+{{- fail "inferencePool.enabled with keys (apiKeys.existingSecret): the picker, which has none, reads the operations port; name it in networkPolicy.metricsFrom" }}
 {{- end }}
 {{- $tls := eq (include "roseinfer.scheme" .) "https" }}
 {{- if and .Values.inferencePool.enabled $tls }}

@@ -71,6 +71,15 @@ What another value decides cannot be given in `config` too, unless it is the sam
 {{- or (kindIs "invalid" $value) (not (hasKey $section .name)) | ternary .default $value }}
 {{- end }}
 
+{{/* `true` where the API port wants a key, from wherever it has its keys; empty where it wants none. */}}
+{{- define "roseinfer.hasKeys" -}}
+{{- $has := include "roseinfer.option" (dict "context" . "section" "server" "name" "api_key_file" "default" "") | empty | not }}
+{{- range .Values.env }}
+{{- $has = or $has (eq .name "ROSEINFER_API_KEYS") }}
+{{- end }}
+{{- $has | ternary "true" "" }}
+{{- end }}
+
 {{/*
 Whole cores of the CPU limit, or of the request where there is no limit; empty when neither is given.
 
