@@ -83,6 +83,21 @@ def resolve_checkpoint(path: str, revision: str | None = None, *, has_weights: b
     return fetch(path, revision, has_weights=has_weights)
 
 
+class _Content(msgspec.Struct):
+    content: str
+
+
+class _Added(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _AddedTokens(msgspec.Struct):
+    """What of tokenizer.json says the ids of tokens that are not the model's of it; the rest is passed over."""
+
+    added_tokens: list[_Added] | None = None
+
+
 class Checkpoint:
     """A directory with config.json and safetensors files, whose tensors are read one by one.
 
@@ -139,12 +154,16 @@ class Checkpoint:
         return min(odd, default=None)
 
     def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
-        """The ids below `vocab_size` that end a text: of generation_config.json, else of config.json."""
+        """The ids below `vocab_size` that end a text: of generation_config.json, else config.json, and the tokenizer's.
+
+        Models that were taught to chat may name their end there alone: without it, their answers would not end.
+        """
         value = self._generation_config.get("eos_token_id", self.config.get("eos_token_id"))
         ids = [] if value is None else value if isinstance(value, list) else [value]
         if not all(isinstance(token_id, int) and token_id >= 0 for token_id in ids):
             _refuse(f"{self.directory}: eos_token_id {value} is neither a token id nor a list of them.")
-        return tuple(token_id for token_id in ids if token_id < vocab_size)
+        all_ids = dict.fromkeys([*ids, *self._eos_of_tokenizer()])
+        return tuple(token_id for token_id in all_ids if token_id < vocab_size)
 
     def sampling_defaults(self) -> SamplingDefaults:
         """The sampling parameters of generation_config.json. Logs those that are not supported."""
@@ -278,9 +297,28 @@ class Checkpoint:
         except msgspec.ValidationError as error:
             _refuse(f"{self.directory / name}: {error}.", error)
 
+    def _eos_of_tokenizer(self) -> list[int]:
+        """The id of the `eos_token` that the tokenizer's files name, if it is one of the tokens that they add."""
+        settings = self._json_if_any("tokenizer_config.json")
+        named = settings.get("eos_token") or self._json_if_any("special_tokens_map.json").get("eos_token")
+        text = named.get("content") if isinstance(named, dict) else named
+        if not isinstance(text, str):
+            return []
+        file = self.directory / "tokenizer.json"
+        try:
+            listed = msgspec.convert(settings.get("added_tokens_decoder") or {}, dict[int, _Content], strict=False)
+            added = msgspec.json.decode(file.read_bytes(), type=_AddedTokens).added_tokens if file.is_file() else []
+        except (msgspec.ValidationError, msgspec.DecodeError, OSError):  # which the reader of the tokenizer names
+            return []
+        ids = {token.content: token.id for token in added or []}
+        ids |= {token.content: token_id for token_id, token in listed.items()}
+        return [ids[text]] if text in ids else []
+
     @cached_property
     def _generation_config(self) -> dict[str, Any]:
-        name = "generation_config.json"
+        return self._json_if_any("generation_config.json")
+
+    def _json_if_any(self, name: str) -> dict[str, Any]:
         return self._json(name) if (self.directory / name).exists() else {}
 
     @cached_property

@@ -225,6 +225,33 @@ def test_eos_ids(
         assert checkpoint.eos_token_ids(vocab_size=131) == expected
 
 
+ADDED = {"added_tokens": [{"id": 7, "content": "<end>", "special": True}]}
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"tokenizer_config.json": {"eos_token": "<end>"}, "tokenizer.json": ADDED}, (5, 7)),
+        ({"special_tokens_map.json": {"eos_token": {"content": "<end>"}}, "tokenizer.json": ADDED}, (5, 7)),
+        (
+            {"tokenizer_config.json": {"eos_token": "<end>", "added_tokens_decoder": {"8": {"content": "<end>"}}}},
+            (5, 8),
+        ),
+        ({"tokenizer_config.json": {"eos_token": "<other>"}, "tokenizer.json": ADDED}, (5,)),
+        ({"tokenizer_config.json": {"eos_token": None}, "tokenizer.json": ADDED}, (5,)),
+        ({"tokenizer_config.json": {"eos_token": "<end>"}, "tokenizer.json": {"added_tokens": "none"}}, (5,)),
+    ],
+    ids=str,
+)
+def test_the_tokenizer_names_an_end_too(directory: Path, files: dict[str, object], expected: tuple[int, ...]) -> None:
+    """Models that were taught to chat have it there alone: their answers would not end."""
+    change_config(directory, eos_token_id=5)
+    for name, content in files.items():
+        (directory / name).write_text(json.dumps(content))
+    with Checkpoint(directory) as checkpoint:
+        assert checkpoint.eos_token_ids(vocab_size=131) == expected
+
+
 def test_an_eos_id_that_is_none(directory: Path) -> None:
     change_config(directory, eos_token_id=[0, "end"])
     with Checkpoint(directory) as checkpoint, pytest.raises(ConfigError, match="neither a token id nor a list"):
