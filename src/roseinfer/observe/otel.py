@@ -51,10 +51,14 @@ _PAIR = re.compile(r"[!#-'*+.0-9A-Z^-z|~-]+[ \t]*=([ !#-+\-.-:<-\[\]-~]*)")  # a
 def sdk_environment() -> Environment:
     """Returns what the SDK, too, reads; so it is not handed down from the command line.
 
-    A variable that is set to nothing is not set, by the standard; the SDK's exporters for gRPC do not know that.
+    A variable that is set to nothing is not set, by the standard; the SDK's exporters for gRPC do not know that. Nor do
+    all of it know that the line end of the file from which a value comes is no part of it.
     """
-    for name in [name for name, value in os.environ.items() if name.startswith("OTEL_") and not value.strip()]:
-        del os.environ[name]
+    for name, value in [(name, value) for name, value in os.environ.items() if name.startswith("OTEL_")]:
+        if stripped := value.strip():
+            os.environ[name] = stripped
+        else:
+            del os.environ[name]
     return os.environ
 
 
@@ -152,7 +156,7 @@ def _check_endpoint(endpoint: str, param: str, protocol: str) -> str:
         parts = urlsplit(address)
         host = (parts.hostname or "").lower()
         host.encode("idna"), parts.path.encode("ascii")
-        is_usable = parts.scheme in {"http", "https"} and bool(host) and parts.port != 0
+        is_usable = endpoint.isprintable() and parts.scheme in {"http", "https"} and bool(host) and parts.port != 0
         is_usable = is_usable and (not host.isascii() or _HOST_CHARACTERS.issuperset(host))
     except ValueError:
         is_usable = False
@@ -188,7 +192,8 @@ def _check_headers(signal: Signal, protocol: str, environment: Environment) -> N
     for number, pair in enumerate(filter(None, map(str.strip, text.split(","))), 1):
         found = _PAIR.fullmatch(pair)
         value = unquote(found[1]) if found else ""
-        if not found or not value.isprintable() or (protocol == "grpc" and not value.isascii()):
+        largest = 0x7F if protocol == "grpc" else 0xFF  # of the characters that it can send
+        if not found or not value.isprintable() or any(ord(character) > largest for character in value):
             raise ConfigError(f"header {number} is no name=value, encoded as in an address", param=name)
 
 

@@ -267,17 +267,31 @@ NO_ADDRESSES = [
     "http://example.com/tracés",
     "http://$(NODE_IP):4318",  # which Kubernetes replaces in `env` alone
     "http://${COLLECTOR}:4318",
+    "http://example\n.com",
 ]
+
+
+@pytest.mark.parametrize("is_grpc", [False, True])
+def test_the_line_end_of_a_file_is_no_part_of_a_value(monkeypatch: pytest.MonkeyPatch, is_grpc: bool) -> None:
+    with (receiving_grpc if is_grpc else receiving)() as collector:
+        given = {
+            ENDPOINT: f" {collector.url}\n",
+            "OTEL_SERVICE_NAME": "chat\n",
+            "OTEL_EXPORTER_OTLP_INSECURE": "true\n",
+        }
+        Server(monkeypatch, OTEL_EXPORTER_OTLP_PROTOCOL="grpc" if is_grpc else "", **given).serve_and_close()
+        assert len(collector.spans()) == 8
+        assert collector.resource()["service.name"] == "chat"
 
 
 @pytest.mark.parametrize("url", NO_ADDRESSES)
 def test_what_is_no_address_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         Server(monkeypatch, url)
-    assert (refusal.value.param, url in refusal.value.message) == ("tracing.endpoint", True)
+    assert (refusal.value.param, repr(url) in refusal.value.message) == ("tracing.endpoint", True)
     with pytest.raises(ConfigError) as refusal:
         Server(monkeypatch, **{ENDPOINT: url})
-    assert (refusal.value.param, url in refusal.value.message) == (ENDPOINT, True)
+    assert (refusal.value.param, repr(url) in refusal.value.message) == (ENDPOINT, True)
 
 
 @pytest.mark.parametrize(
@@ -298,6 +312,8 @@ def test_what_is_no_address_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, 
         ("OTEL_EXPORTER_OTLP_HEADERS", "ok=1,nonsense"),
         ("OTEL_EXPORTER_OTLP_HEADERS", "a b=1"),
         ("OTEL_EXPORTER_OTLP_TRACES_HEADERS", "a=b%0d%0ac"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", "a=%E2%82%AC"),  # with which no batch could be sent
+        ("OTEL_EXPORTER_OTLP_HEADERS", "a=%ff"),
         ("OTEL_RESOURCE_ATTRIBUTES", "a=b,nonsense"),
         ("OTEL_BSP_SCHEDULE_DELAY", "0.5"),
         ("OTEL_BSP_MAX_QUEUE_SIZE", "-1"),
