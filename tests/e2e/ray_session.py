@@ -80,6 +80,15 @@ class Client:
             text: str = answer.read().decode()
             return text
 
+    def encoding_of(self, path: str) -> str | None:
+        """In what the answer is compressed to a client that says nothing of it."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)
+        connection.putrequest("GET", path, skip_accept_encoding=True)
+        connection.endheaders()
+        encoding = connection.getresponse().getheader("content-encoding")
+        connection.close()
+        return encoding
+
     def leave(self, path: str, body: dict[str, Any]) -> None:
         """Ask, and close the connection when the answer has begun."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=PATIENCE_S)
@@ -118,6 +127,7 @@ def served() -> dict[str, Any]:
     streamed = client.post("/llm/v1/chat/completions", chat(stream=True))
     seen = {
         "models": json.loads(client.get("/llm/v1/models")),
+        "encoding": client.encoding_of("/llm/metrics"),
         "whole": client.post("/llm/v1/chat/completions", chat()),
         "streamed": streamed,
         "refused": client.post("/llm/v1/chat/completions", chat(temprature=1)),

@@ -139,6 +139,7 @@ def test_ray_data_llm_asks_a_server_of_ours(seen: dict[str, Any], server: Server
 def test_an_application_answers_as_the_server_does(seen: dict[str, Any]) -> None:
     app = seen["served"]
     assert app["models"]["data"][0]["id"] == "roseinfer-demo"
+    assert app["encoding"] is None, "nothing is asked for in a client's name"
     status, headers, body = app["whole"]
     whole = json.loads(body)
     assert (status, headers["x-request-id"]) == (200, "mine")
