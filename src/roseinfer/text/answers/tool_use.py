@@ -6,13 +6,19 @@ from typing import Any
 
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import CallGrammar, CallShape, Grammar, ParameterShape
-from roseinfer.text.answers.functions import Function, may_be_text, parameter_types
+from roseinfer.text.answers.functions import Function, joined_schemas, may_be_text, parameter_types, referred
 from roseinfer.text.answers.tool_calls import ToolCallParser
 from roseinfer.text.answers.tool_formats import ToolFormat
 from roseinfer.text.grammar.source import encode_source
 
 MAX_FORCED_CALLS = 16  # in one answer; a small model would go on until its tokens are used up
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_OF_WHOLE_OBJECTS = frozenset(
+    {
+        *("anyOf", "oneOf", "not", "if", "enum", "const", "minProperties", "maxProperties", "propertyNames"),
+        *("dependencies", "dependentRequired", "dependentSchemas", "unevaluatedProperties"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,20 +55,45 @@ def _shape(form: ToolFormat, function: Function) -> CallShape:
     if form.parameters is None:
         return CallShape(before, schema, form.after_call, name=function.name)
     marks, types = form.parameters, parameter_types(schema)
-    if (odd := next((key for key in types if not form.can_write(key)), None)) is not None:
-        message = f"`tools`: The model's calls cannot hold a parameter called {odd[:100]!r}, as `{function.name}` has."
-        raise InvalidRequest(message, param="tools")
-    required = schema.get("required")
-    properties: Any = schema["properties"] if types else {}
-    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    properties, required = _properties(schema, function.name)
     shapes = [
         ParameterShape(
             before=f"{marks.before_key}{key}{marks.after_key}{marks.before_value}",
-            schema=properties[key] if isinstance(properties[key], dict) else {},
+            schema=one,
             after=marks.after_value,
-            is_text=form.syntax == "named" and may_be_text(types[key]),
-            is_required=isinstance(required, list) and key in required,
+            is_text=form.syntax == "named" and may_be_text(types.get(key, ())),
+            is_required=key in required,
         )
-        for key in types
+        for key, one in properties.items()
     ]
-    return CallShape(before, shared, form.after_call, shapes, marks.between, function.name)
+    if (odd := next((key for key in properties if not form.can_write(key)), None)) is not None:
+        raise _refusal(f"The model's calls cannot hold a parameter called {odd[:100]!r}, as `{function.name}` has.")
+    refers = '"$ref"' in encode_source(properties, "tools")
+    return CallShape(before, schema if refers else {}, form.after_call, shapes, marks.between, function.name)
+
+
+def _properties(schema: dict[str, Any], name: str) -> tuple[dict[str, dict[str, Any]], set[str]]:
+    """The schemas of the parameters of a function, and which are required. Raises InvalidRequest.
+
+    A call that writes them one by one follows no rule about all of them.
+    """
+    parts = joined_schemas(schema, ("allOf",))
+    keyword = next((key for part in parts for key in part if key in _OF_WHOLE_OBJECTS), None)
+    lacks = any("$ref" in part and not isinstance(referred(schema, part["$ref"]), dict) for part in parts)
+    if keyword is not None or lacks:
+        raise _refusal(f"The model's calls cannot follow the `{keyword or '$ref'}` of the parameters of `{name}`.")
+    found: dict[str, list[Any]] = {}
+    required: list[str] = []
+    for part in parts:
+        properties, names = part.get("properties"), part.get("required")
+        for key, one in properties.items() if isinstance(properties, dict) else ():
+            found.setdefault(key, []).append(one)
+        required += map(str, names) if isinstance(names, list) else ()
+    for key in required:
+        found.setdefault(key, [{}])
+    joined = {key: one[0] if len(one) == 1 else {"allOf": one} for key, one in found.items()}
+    return {key: one if isinstance(one, dict) else {} for key, one in joined.items()}, {*required}
+
+
+def _refusal(message: str) -> InvalidRequest:
+    return InvalidRequest(f"`tools`: {message}", param="tools")

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from roseinfer.engine.core.constraint import MaskArray, Matcher
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import CallGrammar, Grammar, ParameterShape, Thought
-from roseinfer.text.answers.functions import listed_values
+from roseinfer.text.answers.functions import declared_types, joined_schemas, listed_values, may_be_text
 from roseinfer.text.grammar.source import GrammarCache
 from roseinfer.text.grammar.thoughts import ThoughtMatcher, ThoughtTokens
 from roseinfer.text.grammar.tokenizer_file import TokenizerFile
@@ -269,8 +269,9 @@ def _calls(grammar: CallGrammar) -> str:
         if shape.parameters is None:
             rules.append(f"json_{i}: %json {_with_options(shape.schema)}")
         else:
-            whole = [msgspec.structs.replace(each, schema=shape.schema | each.schema) for each in shape.parameters]
-            rules += _parameters(i, whole, _quote(shape.between))
+            whole = _moved(shape.schema)
+            roots = [replace(each, schema=_as_root(each.schema, whole)) for each in shape.parameters]
+            rules += _parameters(i, roots, _quote(shape.between))
     return "\n".join(rules)
 
 
@@ -292,13 +293,50 @@ def _value(name: str, shape: ParameterShape) -> Iterator[str]:
         yield f"{name}: {name}_json {_quote(shape.after)}"
         yield f"{name}_json: %json {_with_options(shape.schema)}"
         return
-    if values := listed_values(shape.schema):
+    leaves = _leaves(shape.schema)
+    if leaves and all(listed_values(leaf) or not may_be_text(declared_types(leaf)) for leaf in leaves):
+        values = [value for leaf in leaves for value in listed_values(leaf)]
         texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
-        yield f"{name}: ({' | '.join(map(_quote, texts))}) {_quote(shape.after)}"
+        others = [leaf for leaf in leaves if not listed_values(leaf)]
+        ways = [*map(_quote, texts), *(f"{name}_json_{i}" for i in range(len(others)))]
+        yield f"{name}: ({' | '.join(ways)}) {_quote(shape.after)}"
+        shared = {key: shape.schema[key] for key in ("$defs",) if key in shape.schema}
+        for i, leaf in enumerate(others):
+            yield f"{name}_json_{i}: %json {_with_options(leaf | shared)}"
         return
     end = shape.after.strip()  # where it ends for the parser too
     yield f"{name}: {name}_text {_quote(shape.after[shape.after.index(end) + len(end) :])}"
     yield f"{name}_text[lazy]: /(?s:.*){re.escape(end).replace('/', chr(92) + '/')}/"
+
+
+def _leaves(schema: dict[str, Any]) -> list[dict[str, Any]]:
+    """The schemas that a value may follow: those behind references and in lists, in the place of what leads there."""
+    leads = ("anyOf", "oneOf", "allOf")
+    parts = [schema] if listed_values(schema) else joined_schemas(schema, leads)
+    return [part for part in parts if listed_values(part) or not part.keys() & {"$ref", *leads}]
+
+
+def _as_root(schema: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
+    """A schema from within another, which its references go by, as one that stands alone; `whole` is moved."""
+    moved: dict[str, Any] = _moved(schema)
+    return moved if moved == schema else moved | {"$defs": {"whole": whole}}
+
+
+def _moved(schema: Any) -> Any:
+    """The schema with references that go by another, which is in its `$defs`."""
+    if isinstance(schema, list):
+        return list(map(_moved, schema))
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMING_KEYS and isinstance(value, dict):  # names may be any words
+            moved[key] = dict(zip(value, map(_moved, value.values()), strict=True))
+        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[key] = f"#/$defs/whole{value[1:]}"
+        else:
+            moved[key] = value if key in _DATA_KEYS else _moved(value)
+    return moved
 
 
 def _with_options(schema: dict[str, Any]) -> str:

@@ -317,6 +317,14 @@ def test_types_are_those_of_a_schema_however_it_says_them() -> None:
         assert parameter_types(schema) == {}
 
 
+def test_types_are_those_of_parameters_behind_a_reference_or_in_a_list() -> None:
+    one: dict[str, object] = {"properties": {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/x~1y/properties/a"}}}
+    for of in ({"$ref": "#/$defs/x~1y"}, {"allOf": [{"$ref": "#"}, one]}, {"oneOf": [{"$ref": "#/$defs/x%7E1y"}]}):
+        assert parameter_types(of | {"$defs": {"x/y": one}}) == {"a": {"integer"}, "b": {"integer"}}
+    many = {"allOf": [{"$ref": "#"}] * 100, "anyOf": [{"$ref": "#/allOf/7"}] * 100}
+    assert parameter_types(many) == {}
+
+
 def test_ids_are_as_the_templates_demand() -> None:
     for name, pattern in (("mistral", r"[a-zA-Z0-9]{9}"), ("hermes", r"call_\w{24}")):
         parser = ToolCallParser(FORMATS[name], [Function("f")], is_parallel=True, is_forced=False)

@@ -1,6 +1,7 @@
 """Grammars into masks with the library itself: what is allowed, where a text ends, what is refused."""
 
 import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -282,6 +283,55 @@ def test_an_error_names_the_function_and_quotes_no_grammar(
     assert grammar is not None
     with pytest.raises(InvalidRequest, match=rf"^The schema of a function cannot be used: in `broken`, {why}\.$"):
         vocabulary.compile(grammar)
+
+
+ENUM: dict[str, object] = {"$defs": {"e": {"type": "string", "enum": ["red"]}}}
+SAME: dict[str, object] = {"properties": {"a": {"type": "boolean"}, "b": {"$ref": "#/properties/a"}}}
+TREE: dict[str, object] = {"properties": {"a": {"type": "array", "items": {"$ref": "#"}}}}
+
+
+@pytest.mark.parametrize("format_name", ["qwen3_coder", "glm45"])
+@pytest.mark.parametrize(
+    ("of", "key", "right", "wrong"),
+    [
+        ({"$ref": "#/$defs/x", "$defs": {"x": {"properties": {"a": {"type": "integer"}}}}}, "a", "7", "x"),
+        ({"allOf": [{"properties": {"b": {}}}, {"properties": {"a": {"type": "integer"}}}]}, "a", "7", "x"),
+        ({"properties": {}}, "a", "x", None),
+        (SAME, "b", "true", "x"),
+        (TREE, "a", '[{"a":[]}]', "[["),
+        (ENUM | {"properties": {"a": {"$ref": "#/$defs/e"}}}, "a", "red", "x"),
+        (ENUM | {"properties": {"a": {"anyOf": [{"$ref": "#/$defs/e"}, {"type": "null"}]}}}, "a", "null", "x"),
+        ({"properties": {"a": {"anyOf": [{"const": "x"}, {"type": "string"}]}}}, "a", "any", None),
+    ],
+)
+def test_parameters_that_are_written_one_by_one_follow_the_whole_schema(
+    vocabulary: Vocabulary, format_name: str, of: dict[str, object], key: str, right: str, wrong: str | None
+) -> None:
+    tool_format = FORMATS[format_name]
+    function = Function("f", parameters=of | {"required": [key]})
+    grammar = ToolUse([function], is_forced=True, is_parallel=False, tool_format=tool_format).grammar()
+    assert grammar is not None
+    marks = tool_format.parameters
+    assert marks is not None
+    before = tool_format.before_call.replace("NAME", "f")
+    begun = f"{before}{marks.before_key}{key}{marks.after_key}{marks.before_value}"
+    assert follow(vocabulary, grammar, begun + right + marks.after_value + tool_format.after_call).is_over
+    if wrong is not None:
+        matcher = follow(vocabulary, grammar, begun + wrong[:-1])
+        assert ord(wrong[-1]) not in allowed(matcher)
+
+
+@pytest.mark.parametrize("format_name", ["qwen3_coder", "glm45", "pythonic"])
+@pytest.mark.parametrize("rule", [{"anyOf": [{"required": ["a"]}]}, {"$ref": "#/nowhere"}, {"const": {"a": 1}}])
+def test_a_rule_about_all_parameters_is_refused_where_they_are_written_one_by_one(
+    format_name: str, rule: dict[str, object]
+) -> None:
+    function = Function("f", parameters={"properties": {"a": {"type": "integer"}}} | rule)
+    use = ToolUse([function], is_forced=True, is_parallel=False, tool_format=FORMATS[format_name])
+    why = re.escape(f"cannot follow the `{next(iter(rule))}` of the parameters of `f`")
+    with pytest.raises(InvalidRequest, match=why) as refusal:
+        use.grammar()
+    assert refusal.value.param == "tools"
 
 
 def wide(num_optional: int, *, is_required: bool = False) -> dict[str, object]:
