@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from roseinfer.errors import ConfigError
+from roseinfer.text.grammar.compiler import Vocabulary
 from roseinfer.text.templates import ChatTemplate
 from roseinfer.text.tokenizer.tokenizer import Tokenizer
 from tests.unit.server.harness import write_checkpoint
@@ -111,3 +114,68 @@ async def test_the_same_tokens_stand_around_a_text(tmp_path: Path, with_bos: boo
     theirs = both(tmp_path, None, with_bos=with_bos, **({"add_bos_token": with_bos} if is_said_twice else {}))
     ours = await Tokenizer.load(tmp_path).encode(["Hi there"], add_special_tokens=True)
     assert ours == [theirs("Hi there")["input_ids"]]
+
+
+def token(content: str, **flags: bool) -> dict[str, Any]:
+    usual = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"content": content, **usual, "special": True, **flags}
+
+
+def with_files(directory: Path, added: dict[str, Any], **settings: Any) -> int:
+    """A vocabulary of bytes and `</s>`, without added tokens but `Hi`, and the files beside it; its size."""
+    write_checkpoint(directory)
+    file = json.loads((directory / "tokenizer.json").read_text())
+    vocabulary = {**file["model"]["vocab"], "</s>": len(file["model"]["vocab"])}
+    file["model"]["vocab"] = vocabulary
+    file["added_tokens"] = [{"id": len(vocabulary), **token("Hi", special=False)}]
+    (directory / "tokenizer.json").write_text(json.dumps(file))
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    for name, content in added.items():
+        (directory / name).write_text(json.dumps(content))
+    return len(vocabulary) + 1
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [],
+        [token("<|im_start|>"), token("<|im_end|>")],
+        [token("<|im_end|>", lstrip=True, rstrip=True)],
+        [token("<|im_end|>", special=False), token("Hi", single_word=True)],
+        [token("</s>", lstrip=True)],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_old", [False, True])
+def test_tokens_that_are_added_beside_the_vocabulary(
+    tmp_path: Path, tokens: list[dict[str, Any]], is_old: bool
+) -> None:
+    """Else the marks of a chat template would be pieces of text."""
+    size = with_files(tmp_path, {})
+    ids = {"Hi": size - 1, "</s>": size - 2}
+    ids |= {each["content"]: size + i for i, each in enumerate(tokens) if each["content"] not in ids}
+    names = {each["content"]: ids[each["content"]] for each in tokens}
+    entries = {str(ids[each["content"]]): each for each in tokens}
+    old, new = ({"added_tokens.json": names}, {}) if is_old else ({}, {"added_tokens_decoder": entries})
+    with_files(tmp_path, old, **{"eos_token": "</s>"} | new)
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(tmp_path), Tokenizer.load(tmp_path)
+    text = "<|im_start|>user Hi Hill <|im_end|> a</s>"
+    expected = theirs(text, add_special_tokens=False)["input_ids"]
+    assert ours.encode_here(text, add_special_tokens=False) == expected
+    assert ours.text(expected) == theirs.decode(expected, skip_special_tokens=True)
+    grammars = Vocabulary.load(tmp_path, size + len(tokens), [])
+    spelled = {name: grammars._texts[token_id].decode() for name, token_id in (ids | names).items()}
+    assert spelled == {name: "" if ids[name] in ours.special_ids else name for name in ids}
+
+
+def test_an_added_token_with_an_id_that_it_cannot_have(tmp_path: Path) -> None:
+    size = with_files(tmp_path, {})
+    with_files(tmp_path, {}, added_tokens_decoder={str(size + 1): token("<|im_end|>")})
+    with pytest.raises(ConfigError, match=f"'<|im_end|>' has the id {size + 1} beside tokenizer.json, .* be {size}"):
+        Tokenizer.load(tmp_path)
+
+
+def test_added_tokens_that_are_none(tmp_path: Path) -> None:
+    with_files(tmp_path, {}, added_tokens_decoder={"5": "<|im_end|>"})
+    with pytest.raises(ConfigError, match=r"The tokens that are added to tokenizer\.json cannot be read"):
+        Tokenizer.load(tmp_path)

@@ -23,7 +23,8 @@ from msgspec import Meta
 from roseinfer.errors import ConfigError, InvalidRequest
 from roseinfer.text.answers.reasoning import Effort, ReasoningFormat, Thinking
 from roseinfer.text.answers.tool_formats import find_format, short_id
-from roseinfer.text.tokenizer.tokenizer import TokenizerConfig, read_json
+from roseinfer.text.tokenizer.files import read_json
+from roseinfer.text.tokenizer.tokenizer import TokenizerConfig
 
 VARIABLES_FIELD = "chat_template_kwargs"
 MAX_VARIABLES = 32

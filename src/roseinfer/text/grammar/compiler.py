@@ -27,7 +27,7 @@ from roseinfer.text.answers.functions import declared_types, joined_schemas, lis
 from roseinfer.text.grammar.source import GrammarCache
 from roseinfer.text.grammar.thoughts import ThoughtMatcher, ThoughtTokens
 from roseinfer.text.grammar.tokenizer_file import TokenizerFile
-from roseinfer.text.tokenizer.files import tokenizer_file
+from roseinfer.text.tokenizer.added_tokens import tokenizer_json
 from roseinfer.text.tokenizer.tokenizer import TokenTexts, read_library_tokenizer
 
 MAX_MESSAGE_CHARS = 200
@@ -112,7 +112,7 @@ class Vocabulary:
     def load(cls, checkpoint_dir: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> "Vocabulary":
         """Read the checkpoint's tokenizer.json; `vocab_size` is the model's. Raises ValueError or OSError."""
         eos = [token_id for token_id in eos_token_ids if token_id < vocab_size]
-        file = TokenizerFile.read(tokenizer_file(checkpoint_dir).read_text(encoding="utf-8"), eos)
+        file = TokenizerFile.read(tokenizer_json(checkpoint_dir).decode(), eos)
         tokens = _Tokens(file, vocab_size, eos)
         wrapper = cast("llguidance.TokenizerWrapper", tokens)
         tokenizer = llguidance.LLTokenizer(wrapper, eos_token=eos or None, slices=_SLICES)

@@ -16,6 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from roseinfer.errors import ConfigError
 
 NAME = "tokenizer.json"
@@ -52,6 +54,25 @@ def find_tokenizer(directory: Path) -> list[Path]:
     if not models:
         _refuse(f"The checkpoint has no tokenizer: in {directory} is neither {NAME} nor any of {', '.join(_MODELS)}.")
     return models
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of the checkpoint; empty where there is no file. Raises ConfigError."""
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except ValueError as error:
+        raise ConfigError(f"{path.name} cannot be read: {error}.", param="model.path") from None
+
+
+def token_text(name: str, value: object) -> str | None:
+    """The text of a `*_token` entry, which is a string or an object with `content`; None for other entries."""
+    if not name.endswith("_token"):
+        return None
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
 
 
 def _digest(path: Path) -> str:

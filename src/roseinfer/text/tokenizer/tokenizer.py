@@ -28,7 +28,8 @@ from roseinfer.runtime import memory
 from roseinfer.runtime.niceness import be_nicer_in_this_thread
 from roseinfer.text.answers.reasoning import REASONING_TAGS
 from roseinfer.text.answers.tool_formats import CALL_TAGS
-from roseinfer.text.tokenizer.files import tokenizer_file
+from roseinfer.text.tokenizer.added_tokens import tokenizer_json
+from roseinfer.text.tokenizer.files import read_json, token_text
 
 INLINE_CHARS = 4096  # about a millisecond of encoding; a hop to a thread costs a tenth of that
 LONG_CHARS = 128 * 1024  # encoding takes a few hundred bytes of memory for each token: longer texts wait for each other
@@ -55,30 +56,11 @@ class TokenizerConfig:
         named = read_json(directory / "special_tokens_map.json") | config  # older checkpoints name them there
         adds_bos = config.get("add_bos_token")
         return cls(
-            special_tokens={name: text for name in named if (text := _token_text(name, named[name])) is not None},
+            special_tokens={name: text for name in named if (text := token_text(name, named[name])) is not None},
             adds_bos=adds_bos if isinstance(adds_bos, bool) else None,
             adds_eos=config.get("add_eos_token") is True,
             chat_template=config.get("chat_template"),
         )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of the checkpoint; empty where there is no file. Raises ConfigError."""
-    if not path.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except ValueError as error:
-        raise ConfigError(f"{path.name} cannot be read: {error}.", param="model.path") from None
-
-
-def _token_text(name: str, value: object) -> str | None:
-    """The text of a `*_token` entry, which is a string or an object with `content`; None for other entries."""
-    if not name.endswith("_token"):
-        return None
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
 
 
 class TokenTexts:
@@ -193,8 +175,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
-        """Read `tokenizer.json`, and what `tokenizer_config.json` wants around a text. Raises ConfigError."""
-        return cls.from_bytes(tokenizer_file(directory).read_bytes(), TokenizerConfig.load(directory))
+        """Read `tokenizer.json`, and the tokens that `tokenizer_config.json` adds. Raises ConfigError."""
+        return cls.from_bytes(tokenizer_json(directory), TokenizerConfig.load(directory))
 
     @classmethod
     def from_bytes(cls, content: bytes, config: TokenizerConfig | None = None) -> "Tokenizer":
