@@ -280,6 +280,13 @@ async def test_the_stop_reason(said: Reply, body: dict[str, Any], ending: tuple[
     assert texts == ([] if ending[0] is None else [ending[0]])
 
 
+async def test_a_number_that_no_float_holds_is_in_the_input_as_it_was_written() -> None:
+    engine = ScriptedEngine(says(CALL.replace("1", "1e400"), FinishReason.STOP), LONG)
+    async with serving(engine, text=text_model(template=TEMPLATE)) as server:
+        answer = await post(server, tools=[TOOL])
+    assert b'"input":{"a":1e400}' in answer.body
+
+
 async def test_thoughts_that_are_not_wanted_are_empty_blocks() -> None:
     engine = ScriptedEngine(says(f"<think>Hm.</think>{CALL}", FinishReason.STOP), LONG)
     async with serving(engine, text=text_model(template=TEMPLATE)) as server:

@@ -101,9 +101,9 @@ class _Search:
         error = self._error(value, expected=expected)
         return None if error is None else self.misfit(value, expected, error).within(*step)
 
-    def _error(self, value: Any, *, expected: Any, strict: bool = True) -> msgspec.ValidationError | None:
+    def _error(self, value: Any, *, expected: Any) -> msgspec.ValidationError | None:
         try:
-            msgspec.convert(value, expected, strict=strict, str_keys=self._str_keys)
+            msgspec.convert(value, expected, str_keys=self._str_keys)
         except msgspec.ValidationError as error:
             return error
         return None
@@ -148,12 +148,12 @@ class _Search:
         if index is None:
             return None
         key, value = items[index]
-        key_type, value_type = get_args(kind)
+        value_type = get_args(kind)[1]
         if (misfit := self._within(value, value_type, str(key))) is not None:
             return misfit
-        is_text = self._str_keys and isinstance(key, str)
-        error = self._error(key, expected=key_type, strict=not is_text)
-        return Misfit(f"{in_words_of_json(error)} as a key, {_quoted(key)}", value=key)
+        # Converted alone, the text "1.0" would be the number that it is not as a key.
+        reason = in_words_of_json(self._error({key: value}, expected=kind)).partition(" - at ")[0]
+        return Misfit(f"{reason} as a key, {_quoted(key)}", value=key)
 
 
 def _first_refused(values: Sequence[Any], error_of: Callable[[Sequence[Any]], Exception | None]) -> int | None:

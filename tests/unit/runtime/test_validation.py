@@ -61,6 +61,7 @@ def misfit(value: Any, expected: Any = Tree) -> Misfit:
         ({"shape": {"kind": "square", "side": 7}}, ("shape",), "`shape`: 7 is not allowed."),
         ({"weights": {"1": 1, "2": "a"}}, ("weights", "2"), "`weights.2`: Expected `number`, got `string`."),
         ({"weights": {"1": 1, "a": 2}}, ("weights",), "`weights`: Expected `integer`, got `string` as a key, 'a'."),
+        ({"weights": {"1.0": 1}}, ("weights",), "`weights`: Expected `integer`, got `string` as a key, '1.0'."),
         ({"weights": {"-1": 1}}, ("weights",), "`weights`: Expected `integer` >= 0 as a key, '-1'."),
         ({"weights": dict.fromkeys("1234", 1)}, ("weights",), "`weights`: Expected `object` of length <= 3."),
         ({"parts": [1, 2, 3, 4]}, ("parts",), "`parts`: Expected `array` of length <= 3."),

@@ -141,9 +141,12 @@ def _tool_use_id(call: CallPart) -> str:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """What the tool is called with; nothing where the end of the message has cut it, or the model wrote no JSON."""
+    """What the tool is called with; nothing where the end of the message has cut it, or the model wrote no JSON.
+
+    The values stay as they were written: 1e400 is a number in JSON, and no float.
+    """
     try:
-        return msgspec.json.decode(arguments, type=dict[str, Any])
+        return msgspec.json.decode(arguments, type=dict[str, msgspec.Raw])
     except (msgspec.DecodeError, RecursionError):
         return {}
 
