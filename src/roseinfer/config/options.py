@@ -80,7 +80,11 @@ class ModelConfig:
         "Its end-of-sequence ids count either way.",
     )
     max_model_len: int | None = option(
-        None, "Longest prompt plus completion, in tokens. Default: what the model allows.", ge=2, flag="--max-model-len"
+        None,
+        "Longest prompt plus completion, in tokens. Default: what the model allows, or all that the KV cache holds if "
+        "that is less (and at least 1024).",
+        ge=2,
+        flag="--max-model-len",
     )
 
 

@@ -41,6 +41,8 @@ from roseinfer.runtime.cgroup import cpu_groups, cpu_quota
 # Tokens of context. In a step with a longer one FlashInfer's kernel is worth more than a graph: a guess.
 _MAX_FLASHINFER_GRAPH_CONTEXT = 4096
 
+_LEAST_MODEL_LEN = 1024  # without `model.max_model_len`: a server with less is of no use, so it does not start
+
 _log = logging.getLogger(__name__)
 
 OnProgress = Callable[
@@ -89,9 +91,13 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
         is_auto = config.model.generation_config == "auto"
         sampling_defaults = checkpoint.sampling_defaults() if is_auto else SamplingDefaults()
     max_model_len = _max_model_len(config.model.max_model_len, model)
+    least_model_len = config.model.max_model_len or min(max_model_len, _LEAST_MODEL_LEN)
     spec, cache_config = model.attention_spec, config.cache
     sampling_bytes = edit_bytes(max_active_seqs + 1, model.vocab_size, max_model_len)
-    num_blocks = plan_num_blocks(cache_config, spec, placement, max_model_len, max_active_seqs, sampling_bytes)
+    num_blocks = plan_num_blocks(
+        cache_config, spec, placement, max_model_len, max_active_seqs, sampling_bytes, least_model_len
+    )
+    max_model_len = _fitted(max_model_len, num_blocks * cache_config.block_size)
     on_progress(LifecycleState.LOADING, "kv_cache", f"{num_blocks} blocks of {cache_config.block_size} tokens")
     num_all = num_blocks + (device_name != "cpu")  # one for rows that fill up a CUDA graph
     kv_cache = KVCache(spec, num_all, cache_config.block_size, placement, cache_config.dtype)
@@ -121,6 +127,18 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
         num_blocks=num_blocks,
     )
     return LoadedModel(model, attention, placement, info, cache)
+
+
+def _fitted(max_model_len: int, num_tokens: int) -> int:
+    """The context of a server whose pool holds that number of tokens."""
+    if num_tokens >= max_model_len:
+        return max_model_len
+    _log.warning(
+        "a request may have %d tokens, which is all that the KV cache holds, and not the %d of the model; a larger "
+        "cache allows more: cache.cpu_memory_mib, or on a GPU cache.memory_utilization",
+        *(num_tokens, max_model_len),
+    )
+    return num_tokens
 
 
 def _tell_of_groups(checkpoint: Checkpoint, groups: GroupCount) -> None:

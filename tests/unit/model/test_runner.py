@@ -134,6 +134,20 @@ def test_a_context_longer_than_the_model_has_positions(directory: Path) -> None:
     assert caught.value.param == "model.max_model_len"
 
 
+def test_without_a_length_the_context_is_what_the_cache_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = write_checkpoint(tmp_path / "long", replace(SHAPE, num_positions=4096))
+    cache = CacheConfig(num_blocks=70)
+
+    info = load_runner(replace(config_of(directory), cache=cache), 4, lambda *_: None).info
+    assert (info.max_model_len, info.num_blocks) == (1120, 70)
+    assert "1120 tokens, which is all that the KV cache holds, and not the 4096 of the model" in caplog.text
+
+    with pytest.raises(ConfigError, match="one sequence may take 4096"):  # what was asked for is not made less
+        load_runner(replace(config_of(directory, {"max_model_len": 4096}), cache=cache), 4, lambda *_: None)
+    with pytest.raises(ConfigError, match="one sequence may take 1024"):
+        load_runner(replace(config_of(directory), cache=CacheConfig(num_blocks=63)), 4, lambda *_: None)
+
+
 def test_a_cache_too_small_for_one_sequence(directory: Path) -> None:
     config = Config(model=ModelConfig(path=str(directory)), cache=CacheConfig(num_blocks=15))
     with pytest.raises(ConfigError) as caught:

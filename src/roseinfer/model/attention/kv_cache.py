@@ -66,12 +66,13 @@ def plan_num_blocks(
     max_model_len: int,
     max_active_seqs: int,
     sampling_bytes: int = 0,
+    least_model_len: int | None = None,
 ) -> int:
     """Blocks of the pool: as configured, or what `max_active_seqs` of full length need, or what the memory holds.
 
     Of a GPU's memory `sampling_bytes` are left for the tables of the sampler.
-    Call it when the weights are on the device. Raises ConfigError when not even one sequence of `max_model_len` fits,
-    or when a CPU's memory could not hold them.
+    Call it when the weights are on the device. Raises ConfigError when not even one sequence of `least_model_len`
+    fits, by default of `max_model_len`, or when a CPU's memory could not hold them.
     """
     blocks_per_seq = -(-max_model_len // config.block_size)
     block_bytes = config.block_size * spec.bytes_per_token(dtype_of(config.dtype, placement))
@@ -80,10 +81,12 @@ def plan_num_blocks(
     else:
         budget_bytes, cause = _budget_bytes(config, placement.device, sampling_bytes)
         num_blocks = min(blocks_per_seq * max_active_seqs, budget_bytes // block_bytes)
-    if num_blocks < blocks_per_seq:
+    least_model_len = least_model_len or max_model_len
+    least_blocks = -(-least_model_len // config.block_size)
+    if num_blocks < least_blocks:
         raise ConfigError(
             f"The KV cache would hold {max(0, num_blocks) * config.block_size} tokens, but one sequence may take "
-            f"{max_model_len}: raise {cause} (at least {blocks_per_seq} blocks are needed) or lower "
+            f"{least_model_len}: raise {cause} (at least {least_blocks} blocks are needed) or lower "
             "model.max_model_len.",
             param="cache.num_blocks",
         )
