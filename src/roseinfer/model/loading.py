@@ -90,14 +90,8 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
         eos_token_ids = checkpoint.eos_token_ids(model.vocab_size)
         is_auto = config.model.generation_config == "auto"
         sampling_defaults = checkpoint.sampling_defaults() if is_auto else SamplingDefaults()
-    max_model_len = _max_model_len(config.model.max_model_len, model)
-    least_model_len = config.model.max_model_len or min(max_model_len, _LEAST_MODEL_LEN)
     spec, cache_config = model.attention_spec, config.cache
-    sampling_bytes = edit_bytes(max_active_seqs + 1, model.vocab_size, max_model_len)
-    num_blocks = plan_num_blocks(
-        cache_config, spec, placement, max_model_len, max_active_seqs, sampling_bytes, least_model_len
-    )
-    max_model_len = _fitted(max_model_len, num_blocks * cache_config.block_size)
+    num_blocks, max_model_len = _plan_pool(config, model, placement, max_active_seqs)
     on_progress(LifecycleState.LOADING, "kv_cache", f"{num_blocks} blocks of {cache_config.block_size} tokens")
     num_all = num_blocks + (device_name != "cpu")  # one for rows that fill up a CUDA graph
     kv_cache = KVCache(spec, num_all, cache_config.block_size, placement, cache_config.dtype)
@@ -129,16 +123,27 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
     return LoadedModel(model, attention, placement, info, cache)
 
 
-def _fitted(max_model_len: int, num_tokens: int) -> int:
-    """The context of a server whose pool holds that number of tokens."""
-    if num_tokens >= max_model_len:
-        return max_model_len
-    _log.warning(
-        "a request may have %d tokens, which is all that the KV cache holds, and not the %d of the model; a larger "
-        "cache allows more: cache.cpu_memory_mib, or on a GPU cache.memory_utilization",
-        *(num_tokens, max_model_len),
+def _plan_pool(config: Config, model: CausalLM, placement: Placement, max_active_seqs: int) -> tuple[int, int]:
+    """Blocks of the cache, and the longest request. Raises ConfigError for a cache that is too small."""
+    configured, positions = config.model.max_model_len, model.max_positions
+    if configured is not None and configured > positions:
+        raise ConfigError(
+            f"max_model_len is {configured}, but the model has only {positions} positions.",
+            param="model.max_model_len",
+        )
+    wanted, least = configured or positions, configured or min(positions, _LEAST_MODEL_LEN)
+    sampling_bytes = edit_bytes(max_active_seqs + 1, model.vocab_size, wanted)
+    num_blocks = plan_num_blocks(
+        config.cache, model.attention_spec, placement, wanted, max_active_seqs, sampling_bytes, least
     )
-    return num_tokens
+    num_tokens = num_blocks * config.cache.block_size
+    if num_tokens < wanted:
+        _log.warning(
+            "a request may have %d tokens, which is all that the KV cache holds, and not the %d of the model; a larger "
+            "cache allows more: cache.cpu_memory_mib, or on a GPU cache.memory_utilization",
+            *(num_tokens, wanted),
+        )
+    return num_blocks, min(wanted, num_tokens)
 
 
 def _tell_of_groups(checkpoint: Checkpoint, groups: GroupCount) -> None:
@@ -159,12 +164,3 @@ def _set_num_threads(configured: int | None, placement: Placement, checkpoint: C
     num_weight_bytes = int(checkpoint.num_matrix_elements * bytes_each)
     default = default_num_threads(num_weight_bytes=num_weight_bytes, splits_sums=placement.splits_sums)
     torch.set_num_threads(configured or default)
-
-
-def _max_model_len(configured: int | None, model: CausalLM) -> int:
-    if configured is not None and configured > model.max_positions:
-        raise ConfigError(
-            f"max_model_len is {configured}, but the model has only {model.max_positions} positions.",
-            param="model.max_model_len",
-        )
-    return configured or model.max_positions

@@ -68,7 +68,7 @@ class PackedTokens:
     query_starts: Int32Array  # [rows + 1] index of each row's first token, then that of the first repetition
     block_table: Int32Array  # [slots, max_blocks] block ids, valid up to each slot's last token here
     max_query_len: int  # most tokens of a row
-    max_context_len: int  # most positions that a token sees, its own included, without regard to windows
+    max_context_len: int  # no token sees more positions, its own included, without regard to windows
     device: DeviceTokens | None = None  # the same on a GPU; None on a CPU
     is_captured: bool = False  # by a CUDA graph: `device` and the two maxima alone say what a replay computes
 

@@ -80,6 +80,9 @@ class NativeAttention:
             "attention_plan", c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p, POINTER(c_int64)
         )
         self._scratch = Scratch(torch.device("cpu"))
+        self._planned = (c_int64 * 2)()  # the number of items, and whether they append first
+        self._tokens: PackedTokens | None = None  # of the last step
+        self._attend_step: Attend
         self._items = np.empty((0, _ITEM_FIELDS), np.int32)
         self._sinks = spec.sinks_on(torch.device("cpu"))
         self._layers = [self._fields_of(layer) for layer in range(len(spec.windows))]
@@ -106,32 +109,35 @@ class NativeAttention:
         return limits, tuple(None if page is None else page.data_ptr() for page in pages)
 
     def prepare(self, tokens: PackedTokens) -> Attend:
-        arrays = tuple(map(np.ascontiguousarray, (tokens.slots, tokens.positions, tokens.query_starts)))
-        slots, positions, query_starts = (array.ctypes.data for array in arrays)
-        num_most = int(tokens.query_starts[-1]) * self._spec.num_heads
-        if len(self._items) < num_most:
-            self._items = np.empty((num_most, _ITEM_FIELDS), np.int32)
-        results = (c_int64 * 2)()
+        if tokens is not self._tokens:  # rows that decode on are the same but for their positions
+            self._point_to(tokens)
+        step = self._step
         self._plan(
-            query_starts,
-            positions,
+            step.query_starts,
+            step.positions,
             len(tokens.query_starts) - 1,
             self._spec.num_heads,
             self._spec.num_kv_heads,
-            self._items.ctypes.data,
-            results,
+            step.items,
+            self._planned,
         )
-        step = self._step
-        step.slots, step.positions, step.query_starts = slots, positions, query_starts
+        step.num_items, step.appends_first = self._planned
+        return self._attend_step
+
+    def _point_to(self, tokens: PackedTokens) -> None:
+        """Fill in what a step's calls read, but for what the plan finds out."""
+        arrays = tuple(map(np.ascontiguousarray, (tokens.slots, tokens.positions, tokens.query_starts)))
+        step, num_tokens = self._step, int(tokens.query_starts[-1])
+        if len(self._items) < num_tokens * self._spec.num_heads:
+            self._items = np.empty((num_tokens * self._spec.num_heads, _ITEM_FIELDS), np.int32)
+        step.slots, step.positions, step.query_starts = (array.ctypes.data for array in arrays)
         step.block_table = tokens.block_table.ctypes.data
         step.block_table_stride = tokens.block_table.strides[0] // tokens.block_table.itemsize
         step.items = self._items.ctypes.data
-        step.num_items, step.appends_first = results
-        step.num_tokens = int(tokens.query_starts[-1])
+        step.num_tokens = num_tokens
         shape = (len(tokens.slots), self._spec.num_heads * self._spec.head_dim)
-        out = self._scratch.buffer("out", shape, self._cache.query_dtype)
-        self._alive = arrays, tokens  # what the step points to
-        return partial(self._attend, out)
+        self._attend_step = partial(self._attend, self._scratch.buffer("out", shape, self._cache.query_dtype))
+        self._tokens, self._alive = tokens, arrays  # what the step points to
 
     def _attend(self, out: torch.Tensor, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         limits, pages = self._layers[layer]

@@ -238,6 +238,9 @@ class InputStaging:
         self.block_table = torch.zeros(num_table_rows, sizes.max_blocks, dtype=torch.int32, device=stream.device)
         self._no_slots: Int32Array = np.zeros(0, np.int32)
         self._one, self._block_size = np.array(1), np.array(sizes.block_size)
+        # On a CPU, if all rows of the last step decoded: the batch's slots, and the step, which the next one is too if
+        # nothing but its positions differs.
+        self._last_decode: tuple[Int32Array, StagedStep] | None = None
         self._is_unsent = np.zeros(sizes.num_slots, np.bool_)
         self._counting = np.arange(max(sizes.max_rows, sizes.max_tokens) + 1, dtype=np.int32)
 
@@ -271,10 +274,16 @@ class InputStaging:
         num_rows = batch.num_rows
         num_tokens = self._padded_rows(num_rows)
         slots, positions = _repeat_last(batch.slots, num_tokens), _repeat_last(batch.starts, num_tokens)
-        host["slot_indices"][:num_tokens] = slots
         host["token_positions"][:num_tokens] = positions
-        packed = self._packed(batch, fields, slots, positions, self._counting[: num_rows + 1])
-        return self._decode_step(packed, fields, num_tokens, num_rows)
+        last_slots, last = self._last_decode or (None, None)
+        if last is not None and last_slots is batch.slots and last.packed.block_table is batch.block_table:
+            last.packed.positions[:] = positions
+            return last
+        host["slot_indices"][:num_tokens] = slots
+        packed = self._packed(batch, fields, slots, positions.copy(), self._counting[: num_rows + 1])
+        step = self._decode_step(packed, fields, num_tokens, num_rows)
+        self._last_decode = (batch.slots, step) if self._is_host else None
+        return step
 
     def _decode_step(self, packed: PackedTokens, fields: StepFields, num_tokens: int, num_rows: int) -> StagedStep:
         slots = fields.device["slot_indices"][:num_tokens]
@@ -317,6 +326,7 @@ class InputStaging:
         Returns the index of each row's first token, and of each token its row and its position.
         """
         num_rows, num_gathered = batch.num_rows, batch.num_device_rows
+        self._last_decode = None
         query_starts = np.zeros(num_rows + 1, np.int32)
         np.cumsum(batch.num_new_tokens, out=query_starts[1:])
         row_of_token = _repeat_last(np.repeat(self._counting[:num_rows], batch.num_new_tokens), num_tokens)
@@ -343,7 +353,6 @@ class InputStaging:
         max_query_len = 1 if is_decode else int(np.diff(query_starts).max())
         # A GPU's kernel for rows of one token is compiled for ranges of `max_context_len`. It is run with one of them,
         # that of the graphs. A prompt of which one token is left is such a row too.
-        has_one_range = max_query_len == 1 and not self._is_host
         return PackedTokens(
             slots=slots,
             positions=positions,
@@ -351,7 +360,7 @@ class InputStaging:
             block_table=batch.block_table,
             max_query_len=max_query_len,
             max_context_len=self._sizes.max_model_len
-            if has_one_range
+            if max_query_len == 1
             else int((batch.starts + batch.num_new_tokens).max()),
             device=None if self._is_host else self._device_tokens(fields, batch.num_rows),
         )

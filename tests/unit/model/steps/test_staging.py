@@ -100,8 +100,29 @@ def test_a_step_of_decode_rows() -> None:
     assert step.packed.slots.tolist() == step.slots.tolist() == step.sampled_slots.tolist() == [4, 2]
     assert step.packed.positions.tolist() == step.positions.tolist() == [9, 3]
     assert step.packed.query_starts.tolist() == [0, 1, 2]
-    assert (step.packed.max_query_len, step.packed.max_context_len) == (1, 10)
+    assert (step.packed.max_query_len, step.packed.max_context_len) == (1, SIZES.max_model_len)
     assert (step.num_gathered, step.num_samples, step.sampled_tokens) == (2, 2, None)
+
+
+def test_rows_that_decode_on_have_the_same_step_on_a_cpu() -> None:
+    staging = InputStaging(Stream(), SIZES, next_multiple_of_four)
+    batch = batch_of([(4, 9, 1), (2, 3, 1)], 2)
+    first = staging.stage(batch)
+    on = msgspec.structs.replace(batch, starts=np.array([10, 4], np.int32))
+    assert staging.stage(on) is first
+    assert first.packed.positions.tolist() == first.positions.tolist() == [10, 4, 4, 4]
+    assert batch.starts.tolist() == [9, 3]
+
+    for other in (
+        batch_of([(2, 3, 1), (4, 9, 1)], 2),
+        msgspec.structs.replace(on, block_table=on.block_table.copy()),
+        batch_of([(1, 0, 3)]),
+    ):
+        assert staging.stage(other) is not first
+        again = staging.stage(on)
+        assert again is not first
+        assert again.slots.tolist() == again.packed.slots.tolist() == [4, 2, 2, 2]
+        assert again.packed.positions.tolist() == again.positions.tolist() == [10, 4, 4, 4]
 
 
 def test_the_last_token_travels_again_where_linears_want_more_rows() -> None:
@@ -142,7 +163,6 @@ def test_rows_of_one_token_have_one_range_on_a_gpu(num_device_rows: int) -> None
     rows = [(4, 9, 1), (2, 3, 1)]
     packed = make(LateStream()).stage(batch_of(rows, num_device_rows)).packed
     assert (packed.max_query_len, packed.max_context_len) == (1, SIZES.max_model_len)
-    assert make(Stream()).stage(batch_of(rows, num_device_rows)).packed.max_context_len == 10
 
 
 def test_a_cpu_reads_the_arena_itself() -> None:
