@@ -36,6 +36,8 @@ from roseinfer.bench.load.event_stream import read_answer
 from roseinfer.bench.load.report import Verdict, lag_p99_ns, mean_interval_ns, objective_of
 from roseinfer.bench.load.scenario import PARAM, load_scenario
 from roseinfer.bench.report import NS_PER_MS
+from roseinfer.cli.output_files import check_folder, check_outputs
+from roseinfer.config.flags import url_of
 from roseinfer.errors import ConfigError
 
 SCENARIOS = Path(__file__).parent / "scenarios"
@@ -85,7 +87,8 @@ class Load:
     def __init__(self, options: Namespace, host: str | None, keeps_requests: bool) -> None:
         """Raises ConfigError when the scenario cannot be used, or no server answers."""
         self.scenario = load_scenario(scenario_file(options.scenario))
-        self.seed, self.url = options.seed, (host or DEFAULT_URL).rstrip("/")
+        given = host or DEFAULT_URL
+        self.seed, self.url = options.seed, (url_of(given) or given).rstrip("/")
         self.seen: list[Observed] | None = [] if keeps_requests else None
         key = key_in(Path(options.api_key_file) if options.api_key_file else None)
         self.pool = urllib3.connectionpool.connection_from_url(
@@ -316,6 +319,11 @@ def _load_of(environment: Environment) -> Load:
     assert options is not None
     if options.result and not isinstance(environment.runner, LocalRunner):
         raise ConfigError("needs one process, which sees all requests", param="--result")
+    if options.result:
+        file = Path(options.result)
+        check_folder("result", file.parent)
+        if file.exists():
+            check_outputs(result=file)
     return Load(options, environment.host, keeps_requests=bool(options.result))
 
 

@@ -199,10 +199,12 @@ def test_bench_serve_reads_the_same_file(server: Server, scenario: Path, capsys:
     [
         (("--scenario", "steady"), "loadtest: --host: nothing answers at http://127.0.0.1:9/v1/models: "),
         (("--scenario", "wave"), "loadtest: --scenario: wave is no file and none of burst, ramp, steady"),
+        (("--result", "/proc/none/result.json"), "loadtest: --result: /proc/none cannot be written: "),
+        (("--result", "."), "loadtest: --result: . cannot be written: Is a directory"),
     ],
 )
 def test_what_cannot_be_used_is_one_sentence(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
-    ran = headless("http://127.0.0.1:9", *options, folder=tmp_path)
+    ran = headless("127.0.0.1:9", *options, folder=tmp_path)
     assert ran.returncode == 2, ran.stdout + ran.stderr
     assert [line for line in ran.stderr.splitlines() if line.startswith(words)], ran.stderr
 
