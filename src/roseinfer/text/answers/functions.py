@@ -83,7 +83,8 @@ def referred(root: object, reference: object) -> Any:
     for key in reference.split("/")[1:]:
         name = unquote(key).replace("~1", "/").replace("~0", "~")
         if isinstance(root, list):
-            root = root[int(name)] if name.isdecimal() and int(name) < len(root) else None
+            is_index = name.isdecimal() and len(name) <= len(str(len(root)))  # int() refuses what is very long
+            root = root[int(name)] if is_index and int(name) < len(root) else None
         else:
             root = root.get(name) if isinstance(root, dict) else None
     return root

@@ -323,6 +323,11 @@ def test_types_are_those_of_parameters_behind_a_reference_or_in_a_list() -> None
         assert parameter_types(of | {"$defs": {"x/y": one}}) == {"a": {"integer"}, "b": {"integer"}}
     many = {"allOf": [{"$ref": "#"}] * 100, "anyOf": [{"$ref": "#/allOf/7"}] * 100}
     assert parameter_types(many) == {}
+    for index in ("1", "-1", "x", "9" * 5000):  # more digits than Python converts
+        assert parameter_types({"allOf": [one], "$ref": f"#/allOf/{index}", "$defs": {"x/y": one}}) == {
+            "a": {"integer"},
+            "b": {"integer"},
+        }
 
 
 def test_ids_are_as_the_templates_demand() -> None:
