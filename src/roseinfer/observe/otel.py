@@ -77,7 +77,7 @@ def check_limits(environment: Environment) -> None:
     """Raises ConfigError for a limit that is none. To be called before the SDK is imported, which fails on some."""
     for name in _LIMITS:
         _, text = given(environment, name)
-        if text and not (text.isascii() and text.isdigit()) and text.lower() != "unset":
+        if text and not (text.isascii() and text.isdigit()):
             raise ConfigError(f"{text!r} is no whole number", param=name)
 
 

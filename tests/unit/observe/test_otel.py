@@ -338,7 +338,7 @@ def test_what_grpc_cannot_follow(monkeypatch: pytest.MonkeyPatch, name: str, val
     assert (refusal.value.param, "a=" in refusal.value.message) == (name, False), "a header may be a secret"
 
 
-@pytest.mark.parametrize("value", ["-1", "x", "1.5"])
+@pytest.mark.parametrize("value", ["-1", "x", "1.5", "unset"])
 def test_a_limit_that_is_none_is_refused_before_the_sdk_is_imported(value: str) -> None:
     """Its import fails on a negative one, with which the telemetry process died, again and again."""
     program = (
