@@ -421,6 +421,21 @@ async def test_an_engine_error_after_it_is_an_event_and_no_done() -> None:
     }
 
 
+async def test_behind_a_stream_that_failed_the_connection_takes_the_next_request() -> None:
+    """Its head said so: a client that sends one must not find the connection closed."""
+    engine = ScriptedEngine(says("ab", FinishReason.TIMEOUT))
+    body = b'{"prompt": "Hi", "stream": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    async with serving(engine) as server, asyncio.timeout(5):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        for _ in range(3):
+            writer.write(head % len(body) + body)
+            answer = await reader.readuntil(b"\r\n0\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            assert b'"code":"timeout"' in answer
+        writer.close()
+
+
 async def test_a_sequence_that_failed_by_its_own_parameters_says_so() -> None:
     def fail(request: Request) -> list[TokenOutput]:
         return [TokenOutput(request.request_id, [], None, FinishReason.ERROR, times=times(), is_own_fault=True)]

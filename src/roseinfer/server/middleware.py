@@ -267,8 +267,7 @@ def error_response(
 
 
 async def _end_stream(request: web.Request, stream: web.StreamResponse, error: RoseinferError) -> web.StreamResponse:
-    """End the stream with an error event, never as if it were whole."""
-    stream.force_close()
+    """End the stream with an error event, never as if it were whole. Behind it the connection may be used again."""
     exchange = request[EXCHANGE]
     if (
         isinstance(stream, web.Response) or exchange.failure_frames is None
