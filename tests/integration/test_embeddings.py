@@ -22,9 +22,10 @@ from roseinfer.config.options import (
     RunnerConfig,
     SchedulerConfig,
 )
-from roseinfer.errors import InvalidRequest, PromptTooLong
+from roseinfer.errors import ConfigError, InvalidRequest, PromptTooLong
 from roseinfer.llm.llm import LLM
 from roseinfer.messages import EmbeddingInfo, Pooling, Request, SamplingParams, TokenOutput
+from roseinfer.model.pooling import read_embedding
 from roseinfer.model.weights.checkpoint import resolve_checkpoint
 from roseinfer.records import FinishReason
 from tests.unit.server.harness import ScriptedEngine, engine_info, serving, times
@@ -162,6 +163,44 @@ def test_the_checkpoint_says_how(reference: PreTrainedModel, checkpoint: Path, t
     assert with_modules("lasttoken", "Normalize") == EmbeddingInfo(size=64)
     assert with_modules("max_tokens").unserved == "the pooling pooling_mode_max_tokens"
     assert with_modules("lasttoken", "Dense", "Normalize").unserved == "the module Dense"
+
+
+@pytest.mark.parametrize(
+    ("config", "pooling", "unserved"),
+    [
+        ({"embedding_dimension": 64, "pooling_mode": "mean"}, "mean", ""),
+        ({"pooling_mode": "lasttoken", "pooling_mode_cls_token": True}, "last", ""),
+        ({"pooling_mode": ["mean", "lasttoken"]}, "last", "the pooling mean and lasttoken"),
+        ({"pooling_mode": "cls"}, "last", "the pooling cls"),
+        ({"pooling_mode_cls_token": False}, "mean", ""),
+        ({"word_embedding_dimension": 64}, "mean", ""),
+    ],
+)
+def test_the_words_of_newer_and_of_no_modes(
+    config: dict[str, object], pooling: str, unserved: str, tmp_path: Path
+) -> None:
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": "a.b.Pooling", "path": "1_Pooling"}]))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    info = read_embedding(tmp_path, 64)
+    assert (info.pooling, info.unserved) == (pooling, unserved)
+
+
+@pytest.mark.parametrize(
+    ("modules", "config", "reason"),
+    [
+        ("x", "{}", r"modules\.json cannot be read: JSON is malformed"),
+        ("{}", "{}", r"modules\.json cannot be read: Expected `array`, got `object`"),
+        ('[{"path": ""}]', "{}", r"modules\.json cannot be read: Object missing required field `type`"),
+        ('[{"type": "Pooling", "path": "1"}]', "{}", r"1/config\.json cannot be read: No such file"),
+        ('[{"type": "Pooling", "path": ""}]', "[]", r"config\.json cannot be read: Expected `object`, got `array`"),
+    ],
+)
+def test_modules_that_are_none_are_one_sentence(modules: str, config: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text(modules)
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match=reason):
+        read_embedding(tmp_path, 64)
 
 
 @pytest.mark.parametrize("reference", ["qwen3"], indirect=True)

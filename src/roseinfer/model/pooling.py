@@ -4,17 +4,25 @@ A checkpoint of sentence-transformers lists its modules in `modules.json`: which
 has length 1. One without that list is pooled at its last token and normalised, as Qwen3-Embedding's.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 
 from roseinfer.engine.core.batch import POOLED_UNIT, Int32Array, Pooled, PooledRow
+from roseinfer.errors import ConfigError
 from roseinfer.messages import EmbeddingInfo, Pooling
 
-_MODES: dict[str, Pooling] = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
+T = TypeVar("T")
+
+_MODES: dict[str, Pooling] = {
+    "lasttoken": "last",
+    "mean": "mean",
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_mean_tokens": "mean",
+}
 _SERVED = {"Transformer", "Pooling", "Normalize"}
 
 
@@ -35,12 +43,19 @@ def to_host(parts: Sequence[torch.Tensor]) -> tuple[Pooled, ...]:
     return tuple(part.numpy() for part in parts)
 
 
+class _Module(msgspec.Struct):
+    """An entry of modules.json: a class by its whole name, and the folder of what it was saved with."""
+
+    type: str
+    path: str = ""
+
+
 def read_embedding(directory: Path, size: int) -> EmbeddingInfo:
-    """How the checkpoint's modules make embeddings of rows of `size` numbers."""
+    """How the checkpoint's modules make embeddings of rows of `size` numbers. Raises ConfigError."""
     listed = directory / "modules.json"
     if not listed.exists():
         return EmbeddingInfo(size=size)
-    modules = {module["type"].rpartition(".")[2]: module.get("path", "") for module in json.loads(listed.read_text())}
+    modules = {module.type.rpartition(".")[2]: module.path for module in _read(listed, list[_Module])}
     others = [name for name in modules if name not in _SERVED]
     mode, unserved = _mode(directory / modules["Pooling"] / "config.json") if "Pooling" in modules else ("last", "")
     if others:
@@ -49,10 +64,21 @@ def read_embedding(directory: Path, size: int) -> EmbeddingInfo:
 
 
 def _mode(file: Path) -> tuple[Pooling, str]:
-    """The pooling of a module's file, and what it asks for instead if that is not served."""
-    config: dict[str, Any] = json.loads(file.read_text())
-    wanted = [name for name, is_on in config.items() if name.startswith("pooling_mode_") and is_on]
-    served = [_MODES[name] for name in wanted if name in _MODES]
-    if len(wanted) == 1 and served:
-        return served[0], ""
-    return "last", f"the pooling {' and '.join(wanted) or 'of none of its modes'}"
+    """The pooling of a module's file, and what it asks for instead if that is not served.
+
+    sentence-transformers 6 writes the names of modes, older versions whether each is on. Without any it is the mean.
+    """
+    config = _read(file, dict[str, Any])
+    named = config.get("pooling_mode") or [name for name in config if name.startswith("pooling_mode_") and config[name]]
+    wanted = [named] if isinstance(named, str) else list(named) or ["mean"]
+    if len(wanted) == 1 and wanted[0] in _MODES:
+        return _MODES[wanted[0]], ""
+    return "last", f"the pooling {' and '.join(map(str, wanted))}"
+
+
+def _read(file: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{file} cannot be read: {reason}.", param="model.path") from error
