@@ -295,9 +295,9 @@ def _checkpoint_templates(directory: Path, config: TokenizerConfig) -> dict[str,
                 "default" if each is file else each.stem: each.read_text(encoding="utf-8") for each in (*others, file)
             }
         entry = config.chat_template or read_json(directory / "chat_template.json").get("chat_template")
-        source = msgspec.convert(entry, str | list[_NamedTemplate] | None)
+        source = msgspec.convert(entry, str | list[_NamedTemplate] | dict[str, str] | None)
     except ValueError as error:  # not UTF-8, or not the shape that checkpoints have
         raise ConfigError(f"The chat template cannot be read: {error}.", param="model.path") from None
     if isinstance(source, list):
         return {named.name: named.template for named in reversed(source)}
-    return {} if source is None else {"default": source}
+    return source if isinstance(source, dict) else {} if source is None else {"default": source}

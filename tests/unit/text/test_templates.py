@@ -152,8 +152,12 @@ def test_a_file_of_its_own_goes_first(tmp_path: Path) -> None:
     assert loaded.render(MESSAGES) == "from the file"
 
 
-def test_of_several_templates_the_default(tmp_path: Path) -> None:
-    several = [{"name": "tools", "template": "a"}, {"name": "default", "template": "b"}]
+@pytest.mark.parametrize(
+    "several",
+    [[{"name": "tools", "template": "a"}, {"name": "default", "template": "b"}], {"tools": "a", "default": "b"}],
+    ids=["a list", "an object"],
+)
+def test_of_several_templates_the_default(several: object, tmp_path: Path) -> None:
     loaded = ChatTemplate.load(write_config(tmp_path, {"chat_template": several}))
     assert loaded is not None
     assert loaded.render(MESSAGES) == "b"
