@@ -11,10 +11,12 @@ import socket
 import sys
 from collections.abc import Awaitable
 from functools import cache, partial
+from pathlib import Path
 
 import msgspec
 
 from roseinfer import __version__
+from roseinfer.cli.output_files import check_folder
 from roseinfer.config.options import Config
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.messages import EngineInfo, ProfileEnded
@@ -40,6 +42,8 @@ _log = logging.getLogger(__name__)
 
 def serve(config: Config, more_keys: str = "") -> int:
     """Serve until a signal; `more_keys` are added to the file's. Returns the exit code. Raises ConfigError."""
+    if config.observe.capture_dir:  # or the first breach, which may come once, finds that it cannot be kept
+        check_folder("observe.capture_dir", Path(config.observe.capture_dir))
     has_processes = config.engine.transport == "process"
     begun = fork_here(COMMAND) if has_processes else None
     if isinstance(begun, socket.socket):  # in the fork

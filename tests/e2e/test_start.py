@@ -90,5 +90,9 @@ def test_a_number_that_is_none() -> None:
     assert_one_line(run("serve", "--engine.step-timeout-s", "inf"), "engine.step_timeout_s", "finite")
 
 
+def test_a_folder_for_captures_that_cannot_be_written() -> None:
+    assert_one_line(run("serve", "--observe.capture-dir", "/proc/none"), "observe.capture_dir", "cannot be written")
+
+
 def test_a_host_that_is_no_name() -> None:
     assert_one_line(run("serve", "--host", "a..b", "--port", "0", "--ops-port", "0"), "server.host")

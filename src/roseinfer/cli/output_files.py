@@ -14,7 +14,10 @@ def check_outputs(**files: Path | None) -> None:
 
 
 def check_folder(name: str, folder: Path | None) -> None:
-    """Check a folder, which the command will make where there is none. Raises ConfigError."""
+    """Check a folder, which the command will make where there is none. Raises ConfigError.
+
+    `name` is that of a flag, or the path of an option.
+    """
     _check(name, folder, _try_to_fill)
 
 
@@ -23,8 +26,8 @@ def _check(name: str, path: Path | None, attempt: Callable[[Path], None]) -> Non
         try:
             attempt(path)
         except OSError as error:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{path} cannot be written: {error.strerror}", param=flag) from None
+            param = name if "." in name else f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{path} cannot be written: {error.strerror}", param=param) from None
 
 
 def _try_to_open(file: Path) -> None:

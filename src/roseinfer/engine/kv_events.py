@@ -45,6 +45,7 @@ _FIELDS = {
     "BlockRemoved": ("type", "block_hashes", "medium"),
     "AllBlocksCleared": ("type",),
 }
+MAX_PORT = 65535
 MAX_KEPT = 10_000  # messages for the replay socket
 _HIGH_WATER = 100_000  # messages that wait for a reader; then it misses some, and sees it by their numbers
 _CLOSE_TIMEOUT_S = 1.0
@@ -149,6 +150,9 @@ class KVEventPublisher:
 
     def _open(self, kind: int, address: str, param: str) -> Any:
         zmq = self._zmq
+        port = address.rpartition(":")[2]
+        if port.isdecimal() and int(port) > MAX_PORT:  # of which ZeroMQ takes the lowest 16 bits, another port
+            raise ConfigError(f"{address} cannot be used: a port is {MAX_PORT} at most", param=param)
         opened = self._context.socket(kind)
         opened.set_hwm(_HIGH_WATER)
         opened.setsockopt(zmq.IPV6, 1)

@@ -309,6 +309,10 @@ def test_an_address_without_a_listener_is_a_warning_until_there_is_one(
 
 
 def test_what_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError, match=r"kv_events\.endpoint: tcp://\*:65536 cannot be used: a port is 65535 at most"
+    ):
+        KVEventPublisher(KVEventsConfig(endpoint="tcp://*:65536"), "", 4, "CPU")
     with pytest.raises(ConfigError, match=r"kv_events\.endpoint: nonsense cannot be used"):
         KVEventPublisher(KVEventsConfig(endpoint="nonsense"), "", 4, "CPU")
     with pytest.raises(ConfigError, match=r"kv_events\.endpoint: there is nothing to tell"):

@@ -64,6 +64,7 @@ def resolve_checkpoint(path: str, revision: str | None = None, *, has_weights: b
     if path.startswith(STORE_SCHEMES):
         from roseinfer.model.weights.object_store import fetch as fetch_objects
 
+        _check_no_revision(revision, f"{path} lies in a store")
         return fetch_objects(path, has_weights=has_weights)
     try:
         directory = _DEMO_DIRECTORY if path == DEMO_MODEL else Path(path).expanduser()
@@ -71,6 +72,7 @@ def resolve_checkpoint(path: str, revision: str | None = None, *, has_weights: b
     except (OSError, RuntimeError) as error:  # such as a closed directory above it; no such user, of `~user`
         _refuse(f"{path} cannot be read: {(isinstance(error, OSError) and error.strerror) or error}")
     if is_directory:
+        _check_no_revision(revision, f"{path} is {'the embedded model' if path == DEMO_MODEL else 'a directory here'}")
         return directory
     if path == DEMO_MODEL:
         _refuse(f"The embedded model is missing from this installation: there is no {directory}.")
@@ -81,6 +83,11 @@ def resolve_checkpoint(path: str, revision: str | None = None, *, has_weights: b
     from roseinfer.model.weights.hub import fetch  # half a second that a directory's reader need not wait
 
     return fetch(path, revision, has_weights=has_weights)
+
+
+def _check_no_revision(revision: str | None, what: str) -> None:
+    if revision is not None:  # else another one than was asked for would be served in silence
+        _refuse(f"{what}, and only a Hugging Face id has revisions.", param="model.revision")
 
 
 class _Content(msgspec.Struct):

@@ -339,6 +339,13 @@ def test_a_path_that_cannot_be_looked_at_is_told(path: str, words: str) -> None:
     assert caught.value.param == "model.path"
 
 
+def test_what_has_no_revisions_is_not_served_under_one(directory: Path) -> None:
+    for path in (DEMO_MODEL, str(directory), "s3://bucket/model"):
+        with pytest.raises(ConfigError, match="only a Hugging Face id has revisions") as caught:
+            resolve_checkpoint(path, "v2")
+        assert caught.value.param == "model.revision"
+
+
 def test_a_file_is_no_checkpoint(directory: Path) -> None:
     with pytest.raises(ConfigError, match="is a file; the model is the directory"):
         resolve_checkpoint(str(directory / "model.safetensors"))
