@@ -140,6 +140,15 @@ def test_an_idle_server_leaves_at_once_and_takes_its_engine_along(start_server: 
         os.kill(engine_pid, 0)
 
 
+def test_a_caller_that_ignores_the_ends_of_children_changes_nothing(start_server: StartServer) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # which the server inherits
+    try:
+        server = start_server()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert server.stop() == 0, server.log()
+
+
 def test_the_engine_dies_with_a_server_that_was_killed(start_server: StartServer) -> None:
     server = start_server()
     engine_pid = server.engine_pid()

@@ -7,6 +7,7 @@ import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import cast
 
 import pytest
 from aiohttp import http_parser
@@ -340,6 +341,17 @@ def test_as_many_connections_as_descriptors_can_be_had(
     monkeypatch.setattr(resource, "setrlimit", lambda _, given: calls.append(given))
     assert Connections(ServerConfig(max_inflight=1), lambda _: None).max_connections == num_connections
     assert calls == ([] if raised is None else [raised])
+
+
+def test_one_address_has_half_of_the_connections_where_descriptors_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    class FromOneAddress:
+        peer = "192.0.2.1"
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 100))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    connections = Connections(ServerConfig(), lambda _: None)
+    entered = [connections.enter(cast(Connection, FromOneAddress())) for _ in range(100)]
+    assert sum(entered) == connections.max_connections // 2 == (100 - SPARE_DESCRIPTORS) // 2
 
 
 async def test_a_burst_of_six_hundred_streams_is_served_by_default() -> None:

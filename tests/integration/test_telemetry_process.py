@@ -1,6 +1,7 @@
 """The real telemetry process behind a front end that serves nothing: it dies, hangs, refuses, and is asked too late."""
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -107,6 +108,22 @@ async def test_a_process_that_is_killed_is_started_once_more_with_true_totals(ca
         await asyncio.sleep(0)
         assert server.is_taken_over
     assert "died again" in caplog.text
+
+
+async def test_one_that_cannot_be_started_again_leaves_the_port_to_the_front_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    async with front() as server:
+        await server.page()
+        monkeypatch.setattr(server.process._forks, "fork", refuse)
+        server.signal(signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while not server.is_taken_over:  # noqa: ASYNC110 - there is no event for it
+                await asyncio.sleep(0.001)
+    assert "cannot be started" in caplog.text
 
 
 async def test_scrapers_of_the_operations_port_get_the_newest_facts_without_aiohttp() -> None:

@@ -1,22 +1,27 @@
 """One set of promises, held by both transports: order, one end for each request, a death that is told."""
 
 import asyncio
+import errno
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from roseinfer.config.options import Config, ModelConfig
+from roseinfer.engine.link import transport as transport_module
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.transport import ProcessTransport, ThreadTransport, Transport
 from roseinfer.errors import ConfigError, Conflict, EngineDead, EngineFailed
 from roseinfer.messages import Grammar, ProfileEnded, TokenOutput
 from roseinfer.records import Advanced, FinishReason, Observer, RequestTimeline, StepRecord
+from roseinfer.runtime import child_process
 from tests.integration.fake_engine import build_fake_engine
 from tests.unit.engine.harness import make_request, run_alone
 
@@ -232,6 +237,37 @@ async def test_a_killed_engine_process_is_noticed_and_every_stream_ends(facts: F
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30.0)
     assert [type(result) for result in results] == [EngineDead] * 4
     assert "signal 9" in str(engine.trouble)
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)), RuntimeError("can't start new thread")]
+)
+async def test_a_process_that_the_system_does_not_start_is_an_engine_that_cannot_be_started(
+    error: Exception, facts: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(transport_module, "start_process", refuse)
+    engine = AsyncEngine(make_transport("process", "normal"), facts, step_timeout_s=30.0)
+    with pytest.raises(EngineDead, match=f"cannot be started: .*{error.args[-1]}"):
+        await engine.start(lambda _: None)
+    await engine.close()
+
+
+async def test_a_process_that_has_ended_before_it_gets_anything_is_a_dead_engine(
+    facts: Facts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start_and_wait(*_: object, **options: Any) -> "subprocess.Popen[bytes]":
+        started = child_process.start_process(["-c", "raise SystemExit(3)"], **options)
+        started.wait()
+        return started
+
+    monkeypatch.setattr(transport_module, "start_process", start_and_wait)
+    engine = AsyncEngine(make_transport("process", "normal"), facts, step_timeout_s=30.0)
+    with pytest.raises(EngineDead, match="exited with code 3"):
+        await engine.start(lambda _: None)
     await engine.close()
 
 

@@ -5,6 +5,7 @@ command imports the heavy libraries that it needs, after its arguments have been
 """
 
 import argparse
+import errno
 import importlib
 import io
 import json
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] in (["engine"], ["telemetry"]) and arguments[1:2] == ["--fd"]:
         return _run_child(arguments[0], int(arguments[2]))  # of `serve`, which needs none of the rest
     _open_standard_streams()
+    _keep_ends_of_children()
     with _signals_end_the_start() if arguments[:1] == ["serve"] else _signals_unwind():
         try:
             code = _run_command(arguments)
@@ -81,9 +83,7 @@ def _run_command(arguments: Sequence[str]) -> int:
         _drop_output()
         return 0
     except OSError as error:
-        if _can_write_output():
-            raise
-        return _fail_output(error)
+        return _fail_system(error)
 
 
 def _open_standard_streams() -> None:
@@ -101,6 +101,12 @@ def _open_standard_streams() -> None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115 - until the exit
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _keep_ends_of_children() -> None:
+    """A caller that ignores SIGCHLD, as some supervisors do, has passed that on: then no child can be waited for."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _finish_output(code: int) -> int:
@@ -126,6 +132,14 @@ def _can_write_output() -> bool:
 
 def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail_system(error: OSError) -> int:
+    if error.errno == errno.EMFILE:
+        return _fail(ConfigError("more files are needed than may be open: raise `ulimit -n`"), {}, EXIT_USAGE)
+    if _can_write_output():
+        raise error
+    return _fail_output(error)
 
 
 def _fail_output(error: OSError) -> int:

@@ -90,8 +90,16 @@ class ForkServer:
                 socket.send_fds(self._control, [b"\0"], [connection.fileno()])
                 return
             self.kill()
-        self._process, self._control = self._begun or self._start()
-        self._begun = None
+        if self._begun is not None:
+            begun, self._begun = self._begun, None
+            with suppress(OSError):  # it has died since
+                self._set_up(begun, connection)
+                return
+            self.kill()
+        self._set_up(self._start(), connection)
+
+    def _set_up(self, started: Begun, connection: socket.socket) -> None:
+        self._process, self._control = started
         self._control.sendall(encode_frame(self._setup))
         for descriptor in (*self._descriptors, connection.fileno()):
             socket.send_fds(self._control, [b"\0"], [descriptor])

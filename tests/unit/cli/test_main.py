@@ -1,5 +1,6 @@
 """Arguments to configuration, mistakes to one line and an exit code; no engine is started here."""
 
+import errno
 import io
 import json
 import os
@@ -381,3 +382,11 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     command = f"{sys.executable} -m roseinfer config docs | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_too_few_descriptors_are_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def serve(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(serving, "serve", serve)
+    assert "ulimit -n" in error_line(capsys, "serve")

@@ -141,3 +141,28 @@ def test_the_first_is_a_fork_of_this_process_and_later_ones_are_started(tmp_path
     program = [sys.executable, "-c", BEGUN, str(tmp_path / "forking.py")]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
+BEGUN_AND_GONE = """
+import socket, sys
+from roseinfer.runtime.fork_server import ForkServer, fork_here
+
+begun = fork_here(["forking.py", "--fd"])
+if isinstance(begun, socket.socket):
+    raise SystemExit
+begun.process.wait()
+forks = ForkServer([sys.argv[1]], b"setup", [], begun)
+ours, theirs = socket.socketpair()
+forks.fork(theirs)
+theirs.close()
+ours.settimeout(60)
+print(ours.recv(100).split()[0].decode(), forks.pid != begun.process.pid)
+forks.kill()
+"""
+
+
+def test_one_that_was_begun_and_has_ended_is_started_anew(tmp_path: Path) -> None:
+    (tmp_path / "forking.py").write_text(MODULE)
+    program = [sys.executable, "-c", BEGUN_AND_GONE, str(tmp_path / "forking.py")]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.returncode) == ("setup True\n", 0), done.stderr

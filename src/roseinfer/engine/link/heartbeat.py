@@ -91,8 +91,10 @@ class SharedHeartbeat:
 
     def send(self, connection: socket.socket) -> None:
         """Send the descriptor with the first byte of the connection, and close it here."""
-        socket.send_fds(connection, [b"\0"], [self._descriptor])
-        os.close(self._descriptor)
+        try:
+            socket.send_fds(connection, [b"\0"], [self._descriptor])
+        finally:
+            os.close(self._descriptor)
 
 
 def receive_heartbeat(connection: socket.socket) -> Heartbeat:

@@ -22,6 +22,7 @@ from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.kv_events import publishing
 from roseinfer.engine.link.frames import CommandEncoder
 from roseinfer.engine.link.heartbeat import Heartbeat, SharedHeartbeat
+from roseinfer.errors import EngineDead
 from roseinfer.messages import Command, Event, Shutdown, StartupProgress
 from roseinfer.runtime.child_process import end_process, start_process
 from roseinfer.runtime.frames import FrameBuffer, encode_frame
@@ -35,7 +36,7 @@ class Transport(Protocol):
     """Carries commands to an engine and events back. All methods belong to one event loop."""
 
     async def start(self, on_event: Callable[[Event], None], on_death: Callable[[str], None]) -> None:
-        """Start the engine. Both callbacks run on the event loop.
+        """Start the engine. Both callbacks run on the event loop. Raises EngineDead where the system starts none.
 
         `on_death(reason)` is called once, after the last event, unless `close` was called before.
         """
@@ -161,18 +162,27 @@ class ProcessTransport:
         return None if self._process is None else self._process.pid
 
     async def start(self, on_event: Callable[[Event], None], on_death: Callable[[str], None]) -> None:
-        ours, theirs = socket.socketpair()
-        shared = SharedHeartbeat()
-        self.heartbeat, self._is_closing = shared.heartbeat, False
-        with theirs:
-            start = partial(self._start_child, theirs.fileno())
-            self._process = await asyncio.get_running_loop().run_in_executor(self._starter, start)
-        shared.send(ours)
+        try:
+            ours = await self._launch()
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no thread to be had
+            raise EngineDead(f"The engine's process cannot be started: {error}.") from None
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._encoder = CommandEncoder()  # a new engine has not seen what the last one was sent
         self._writer.write(encode_frame(msgspec.msgpack.encode(self._config)))
         self._reading = asyncio.create_task(self._read(reader, on_event, on_death), name="engine-link")
         self._reading.add_done_callback(_report)
+
+    async def _launch(self) -> socket.socket:
+        """Start the child, and return this end of the link."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            shared = SharedHeartbeat()
+            self.heartbeat, self._is_closing = shared.heartbeat, False
+            start = partial(self._start_child, theirs.fileno())
+            self._process = await asyncio.get_running_loop().run_in_executor(self._starter, start)
+        with suppress(BrokenPipeError):  # it has ended already, as who reads from it will see
+            shared.send(ours)
+        return ours
 
     def _start_child(self, descriptor: int) -> subprocess.Popen[bytes]:
         return start_process([*self._command, str(descriptor)], stdin=subprocess.DEVNULL, pass_fds=[descriptor])

@@ -145,14 +145,24 @@ class TelemetryProcess:
         now_s = time.monotonic()
         if now_s < self._next_restart_s:
             _log.error("the telemetry process has died again: there are no metrics until the server is started anew")
-            self._starter.submit(self._forks.kill)
-            self._other_end.close()
-            self._launching = asyncio.create_task(self._take_over(), name="take-over")
+            self._launching = asyncio.create_task(self._go_without(), name="take-over")
             return
         self._next_restart_s = now_s + RESTART_WINDOW_S
         self.num_restarts += 1
         _log.error("the telemetry process has died and is started again")
-        self._launching = asyncio.create_task(self._launch(), name="telemetry")
+        self._launching = asyncio.create_task(self._launch_again(), name="telemetry")
+
+    async def _launch_again(self) -> None:
+        try:
+            await self._launch()
+        except OSError as error:  # descriptors, processes or memory are too few
+            _log.error("the telemetry process cannot be started: %s; there are no metrics from now on", error)
+            await self._go_without()
+
+    async def _go_without(self) -> None:
+        self._starter.submit(self._forks.kill)
+        self._other_end.close()
+        await self._take_over()
 
     async def _watch(self) -> None:
         """Ends a process that hangs, so that there is another one. One that only waits for a core does not hang."""

@@ -224,7 +224,7 @@ class Connections:
         wanted = max(LEAST_CONNECTIONS, CONNECTIONS_PER_REQUEST * config.max_inflight)
         self.max_connections = _spare_descriptors(wanted)
         # Of one address: half of all, because a proxy in front is one address.
-        self._max_connections_of_peer = max(1, wanted // 2)
+        self._max_connections_of_peer = max(1, self.max_connections // 2)
         self._connections: set[Connection] = set()
         self._by_peer: Counter[str] = Counter()
         self._num_refused = 0
