@@ -299,6 +299,16 @@ async def test_half_closed_after_the_request_is_answered_whole_or_closed() -> No
     assert content == b"" or b'"text":"abc"' in content
 
 
+async def test_a_stream_in_http_1_0_ends_with_its_connection_whatever_the_client_asked_for() -> None:
+    body = b'{"prompt": "Hi", "stream": true}'
+    head = HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Connection: keep-alive\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with serving(ScriptedEngine(says("ab"))) as server, connected(server) as (reader, writer):
+        writer.write(head + body)
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+    assert answer.endswith(b"data: [DONE]\n\n")
+
+
 async def test_the_connections_are_ours() -> None:
     async with serving(ScriptedEngine()) as server, connected(server) as (reader, writer):
         runner = server.runner

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 COMMENT = b": keep-alive\n\n"  # what begins with a colon is no event, and clients skip it
 
@@ -25,6 +25,8 @@ async def open_stream(request: web.Request, headers: dict[str, str]) -> web.Stre
             **headers,
         }
     )
+    if request.version < HttpVersion11:
+        stream.force_close()  # without chunks only the connection's end says where the stream ends
     await stream.prepare(request)
     return stream
 
