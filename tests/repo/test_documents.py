@@ -183,6 +183,17 @@ def test_every_route_is_documented() -> None:
     assert [path for path in paths if not re.search(rf"`(GET|POST) {re.escape(path)}`", table)] == []
 
 
+def test_the_log_s_messages_come_from_the_loggers_that_the_page_names() -> None:
+    rows = re.findall(
+        r"^\| `roseinfer\.([\w.]+)` \| `([^`]+)`", (ROOT / "docs" / "logging.md").read_text(), re.MULTILINE
+    )
+    assert len(rows) >= 8
+    for logger, message in rows:
+        beginning = " ".join(re.split("…", message)[0].split()[:4]).removeprefix("observer ").strip(" :")
+        source = (SOURCE / logger.replace(".", "/")).with_suffix(".py").read_text()
+        assert beginning in source, f"{logger} does not say {message!r}"
+
+
 def test_the_architecture_is_a_page_whose_diagrams_name_what_exists() -> None:
     """Names in its diagrams are folders of the source, modules, or messages and records."""
     text = (ROOT / "docs" / "architecture.md").read_text()
