@@ -159,6 +159,10 @@ CONTRADICTIONS = [
     ("{autoscaling: {type: hpa}}", "autoscaling.type is hpa and nothing scrapes the operations port"),
     ("{autoscaling: {type: keda, keda: {serverAddress: 'http://a'}}}", "say by metrics.scrapedElsewhere"),
     ("{autoscaling: {type: hpa}, metrics: {scrapedElsewhere: true}}", "networkPolicy.metricsFrom is empty"),
+    (
+        "{networkPolicy: {restrictEgress: true}, model: {source: 'hf://a/b'}}",
+        "networkPolicy.extraEgress is empty, so that pods cannot fetch hf://a/b",
+    ),
     ("{metrics: {compat: vllm}}", "it needs prometheusRule.enabled"),
     (
         "{inferencePool: {enabled: true, endpointPickerRef: {name: a}}, apiKeys: {existingSecret: s}}",

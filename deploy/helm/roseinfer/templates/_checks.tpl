@@ -352,6 +352,9 @@ shorter grace period lets the kubelet cut streams that were promised to end.
 {{- if and .Values.networkPolicy.enabled .Values.networkPolicy.restrictEgress .Values.tracing.enabled (not .Values.networkPolicy.otlpEgress) }}
 {{- fail "networkPolicy.otlpEgress is empty, so that no span reaches tracing.endpoint: name the collector there" }}
 {{- end }}
+{{- if and .Values.networkPolicy.enabled .Values.networkPolicy.restrictEgress (include "roseinfer.fetchesItself" .) (not .Values.networkPolicy.extraEgress) }}
+{{- fail (printf "networkPolicy.extraEgress is empty, so that pods cannot fetch %s: name there what they fetch it from, or use modelCache.prefetchJob, which the policy does not restrict" .Values.model.source) }}
+{{- end }}
 {{- end }}
 
 {{/* How long a duration of Prometheus' is, such as 1m30s. */}}
