@@ -67,6 +67,12 @@ _JSON_OPTIONS = {
 _UNFORCED = '%llguidance {"no_forcing": true}'
 _DATA_KEYS = frozenset({"const", "enum", "default", "examples"})
 _NAMING_KEYS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+# What excludes nothing, and the library does not know; zod writes the names' type for each record.
+_VOID: Sequence[tuple[str, object]] = (
+    ("uniqueItems", False),
+    ("propertyNames", {"type": "string"}),
+    ("propertyNames", {}),
+)
 _MINIMA, _MAXIMA = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _LEAST_ABOVE_0 = 1e-30  # the library writes bounds out, and not with hundreds of zeros
 # What a schema holds that can grow. Half-quoted are words of which there are several: `patternProperties`, `minLength`
@@ -341,26 +347,28 @@ def _moved(schema: Any) -> Any:
 
 def _with_options(schema: dict[str, Any]) -> str:
     """The schema with the library's options inside, where its own could stand."""
-    return json.dumps(_with_strict_bounds(schema) | {"x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
+    return json.dumps(_for_library(schema) | {"x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
 
 
-def _with_strict_bounds(schema: Any) -> Any:
-    """The schema, with bounds that the library excludes where they are to be excluded.
+def _for_library(schema: Any) -> Any:
+    """The schema without what excludes nothing, and with bounds that the library excludes where they are excluded.
 
     Of numbers above 2 and up to 2.5, or of others with one whole part, it allows 2 too. Above the float that follows 2
     it does not, and nothing is lost. Data in a schema, such as a `const`, stays as it is.
     """
     # By `map`, since a comprehension is a second frame at each level, and a body may have 500.
     if isinstance(schema, list):
-        return list(map(_with_strict_bounds, schema))
+        return list(map(_for_library, schema))
     if not isinstance(schema, dict):
         return schema
     strict: dict[str, Any] = {}
     for key, value in schema.items():
+        if (key, value) in _VOID:
+            continue
         if key in _NAMING_KEYS and isinstance(value, dict):  # names may be any words
-            strict[key] = dict(zip(value, map(_with_strict_bounds, value.values()), strict=True))
+            strict[key] = dict(zip(value, map(_for_library, value.values()), strict=True))
         else:
-            strict[key] = value if key in _DATA_KEYS else _with_strict_bounds(value)
+            strict[key] = value if key in _DATA_KEYS else _for_library(value)
     low, high = strict.get("exclusiveMinimum"), strict.get("exclusiveMaximum")
     if _is_number(low) and low >= 0 and any(low < end < low + 1 for end in _numbers(strict, _MAXIMA)):
         strict["exclusiveMinimum"] = math.nextafter(low, math.inf) if low else _LEAST_ABOVE_0

@@ -147,6 +147,17 @@ def test_terminals_that_overlap_force_no_text_without_an_end(
     assert matcher.copy().forced() == []
 
 
+@pytest.mark.parametrize("void", [{"uniqueItems": False}, {"propertyNames": {"type": "string"}}, {"propertyNames": {}}])
+def test_a_keyword_that_excludes_nothing_may_stand_anywhere(vocabulary: Vocabulary, void: dict[str, object]) -> None:
+    """The library refuses these two whatever they say."""
+    inner = {"type": "array", "items": {"type": "object", "additionalProperties": {"type": "integer"}} | void} | void
+    named = dict.fromkeys(void, inner)  # names of properties, and not keywords
+    text = json.dumps({key: [{"a": 1}] for key in void})
+    of = {"type": "object", "properties": named, "required": [*void], "additionalProperties": False} | void
+    assert follow(vocabulary, schema(of), text).is_over
+    assert follow(vocabulary, schema({"const": void}), json.dumps(void)).is_over
+
+
 def test_data_in_a_schema_stays_as_it_is(vocabulary: Vocabulary) -> None:
     data = {"exclusiveMinimum": 0, "maximum": 0.5}
     for of in ({"const": data}, {"enum": [data]}):
