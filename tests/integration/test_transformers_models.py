@@ -324,6 +324,39 @@ def test_an_untested_type_is_compared_at_load(
         load_directory(tmp_path, model={"quantization": quantization})
 
 
+def test_the_logits_of_an_untested_type_are_compared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are made by the head's own code, of hidden rows that are there already."""
+    reference, logits = random_model("vaultgemma", **WINDOW, **HEADS), TransformersModel.logits
+    monkeypatch.setattr(TransformersModel, "logits", lambda model, hidden: 1.1 * logits(model, hidden))
+    with pytest.raises(ConfigError, match="comes out otherwise than in transformers"):
+        load(reference, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "shape", "reason"),
+    [
+        ("gemma4_text", WINDOW | {"global_head_dim": 16, "vocab_size_per_layer_input": 128}, "does not run with other"),
+        ("llama4_text", {"num_local_experts": 2, "layer_types": ["full_attention"] * 4}, "are not apart from its head"),
+    ],
+)
+def test_a_head_that_needs_more_than_hidden_rows_is_refused(
+    model_type: str, shape: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"is a {model_type}, wh.*{reason}"):
+        load(random_model(model_type, **HEADS | shape), tmp_path)
+
+
+@torch.inference_mode()
+def test_yarn_stretches_the_context_it_was_trained_on(tmp_path: Path) -> None:
+    """As in the families with files of ours: config.json may still name the context of the training."""
+    yarn = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    reference = random_model("qwen3_moe", rope_parameters=yarn, max_position_embeddings=40)
+    runner, text = load(reference, tmp_path), text_of(120)
+    assert runner.info.max_model_len == 128
+    expected = reference(torch.tensor([text]), use_cache=False).logits[0, -1]
+    torch.testing.assert_close(logits_of(runner, (0, 0, text))[0], expected, atol=TOLERANCE, rtol=0)
+
+
 def test_an_untested_type_that_counts_positions_itself_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

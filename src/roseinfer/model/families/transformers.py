@@ -160,58 +160,69 @@ class TransformersModel:
         self.max_positions = max_positions(config, checkpoint)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._model, self._base = model, getattr(model, model.base_model_prefix)
+        expected = None
         if findings:
             layers.replace_in(model)
             self._use_attention_of(model, checkpoint)
         else:
             self._use_attention_of(model, checkpoint)
-            expected = self._hidden_by_transformers(checkpoint)
+            expected = self._by_transformers(checkpoint)
             layers.replace_in(model)
-            self._compare(expected, checkpoint)
         assert layers.head is not None
         self.layer_linears, self.head = list(layers.by_shape.values()), layers.head
         self._given = _Given()
         setattr(model, model.base_model_prefix, self._given)
+        if expected is not None:
+            self._compare(expected, checkpoint)
 
     def _use_attention_of(self, model: Any, checkpoint: Checkpoint) -> None:
         self._seam, self.attention_spec = _first_pass_of(model, checkpoint)
         self._seam.scale = self.attention_spec.scale
         model.set_attn_implementation(IN_STEPS)
 
-    def _hidden_by_transformers(self, checkpoint: Checkpoint) -> torch.Tensor:
-        """The hidden rows of a short text by transformers alone, which counts its positions itself."""
+    def _by_transformers(self, checkpoint: Checkpoint) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden rows and logits of a short text by transformers alone, which counts its positions itself."""
         token_ids, _ = _short_text(self.vocab_size)
         self._model.set_attn_implementation("eager")
+        outputs: list[Any] = []
+        hook = self._base.register_forward_hook(lambda *passed: outputs.append(passed[-1]))
         try:
             with torch.inference_mode():
-                output = self._base(input_ids=token_ids[None], use_cache=False)
+                logits = self._model(input_ids=token_ids[None], use_cache=False).logits[0]
         except MODEL_ERRORS as error:
             refuse(checkpoint, f"is a {self.model_type}, which transformers cannot compute ({reason_of(error)})")
+        finally:
+            hook.remove()
         self._model.set_attn_implementation(IN_STEPS)
-        hidden: torch.Tensor = output[0][0].float()
-        return hidden
+        return outputs[0][0][0].float(), logits.float()
 
-    def _compare(self, expected: torch.Tensor, checkpoint: Checkpoint) -> None:
-        """Refuse a model, of a type that no test compares, whose hidden rows are not those of transformers."""
-        if not bool(expected.isfinite().all()):
+    def _compare(self, expected: tuple[torch.Tensor, torch.Tensor], checkpoint: Checkpoint) -> None:
+        """Refuse a model, of a type that no test compares, whose hidden rows or logits are not transformers' own."""
+        if not bool(expected[0].isfinite().all()):
             refuse(checkpoint, f"is a {self.model_type} whose hidden rows are no finite numbers")
-        num_tokens, half = len(expected), len(expected) // 2
+        num_tokens, half = len(expected[0]), len(expected[0]) // 2
         cache = KVCache(self.attention_spec, 2, num_tokens, self._placement)
         attention = ReferenceAttention(cache, self.attention_spec)
         try:
             # A text that begins in one step and ends in the next, there beside the same text whole.
             first = self._hidden_of(attention, (range(half),))
             both = self._hidden_of(attention, (range(half, num_tokens), range(num_tokens)))
+            hidden = torch.cat([first, both])
+            with torch.inference_mode():
+                found = hidden.float().cpu(), self.logits(hidden).float().cpu()
         except MODEL_ERRORS as error:
             refuse(checkpoint, f"is a {self.model_type}, which does not run with other layers ({reason_of(error)})")
-        distance = float((torch.cat([first, both]) - expected.repeat(2, 1)).norm() / expected.norm())
+        distances = [
+            (ours - theirs.repeat(2, 1)).norm() / theirs.norm() for ours, theirs in zip(found, expected, strict=True)
+        ]
+        distance = float(max(distances))
         is_exact = self._placement.dtype == torch.float32 and self._placement.quantization == "none"
         limit = math.inf if self._placement.quantization == "int4" else 1e-4 if is_exact else 0.2
         if not distance < limit:
             refuse(checkpoint, f"is a {self.model_type}, which comes out otherwise than in transformers")
 
     def _hidden_of(self, attention: ReferenceAttention, pieces: tuple[range, ...]) -> torch.Tensor:
-        """The hidden rows of one step, with a piece of the short text for each slot."""
+        """The hidden rows of one step, on the device, with a piece of the short text for each slot."""
         slots, lengths = np.arange(len(pieces), dtype=np.int32), list(map(len, pieces))
         where = torch.tensor([position for piece in pieces for position in piece])
         token_ids, positions = (numbers[where] for numbers in _short_text(self.vocab_size))
@@ -225,7 +236,7 @@ class TransformersModel:
         )
         device, attend = self._placement.device, attention.prepare(tokens)
         with torch.inference_mode():
-            return self.forward(token_ids.to(device), positions.to(device), attend).float().cpu()
+            return self.forward(token_ids.to(device), positions.to(device), attend)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         self._seam.attend = attend

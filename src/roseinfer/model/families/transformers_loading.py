@@ -69,7 +69,7 @@ def modules(checkpoint: Checkpoint, attention: str = IN_FIRST_PASS) -> Any:
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
-    return _of_transformers(make, checkpoint)
+    return _with_base(_of_transformers(make, checkpoint), checkpoint)
 
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, on_parameter: OnParameter | None) -> Any:
@@ -118,8 +118,15 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, on_parameter: OnParameter |
         more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
         _log.warning("the file's %s%s: no module of the model reads it, and it has no effect", unread[0], more)
     checkpoint.let_go()
-    _fix_ropes(model)
+    _fix_ropes(_with_base(model, checkpoint))
     return model.train(False)
+
+
+def _with_base(model: Any, checkpoint: Checkpoint) -> Any:
+    """The model, if its layers and its head are apart. Raises ConfigError."""
+    if not hasattr(model, model.base_model_prefix):  # as of Llama 4's text without the model around it
+        refuse(checkpoint, f"is a {model.config.model_type}, whose layers are not apart from its head")
+    return model
 
 
 class _Lazy:
@@ -222,6 +229,8 @@ def max_positions(config: Any, checkpoint: Checkpoint) -> int:
     for kind in (rope, *rope.values()):  # of all layers, or of each type of layers
         if isinstance(kind, dict) and kind.get("rope_type") == "longrope":
             limit = min(limit, int(kind["original_max_position_embeddings"]))
+    if rope.get("rope_type") == "yarn":  # the stretched context, of which config.json may still name the trained one
+        limit = max(limit, int((rope.get("factor") or 1) * rope["original_max_position_embeddings"]))
     return limit
 
 
