@@ -279,7 +279,7 @@ async def test_it_is_live_until_it_is_paused(chromium: str) -> None:
 
 async def test_a_saved_recording_is_shown(chromium: str, tmp_path: Path) -> None:
     path = tmp_path / "saved.npz"
-    make_flight(num_streams=3).capture().recording().save(path)
+    make_flight(num_streams=3).snapshot().recording().save(path)
     async with page(make_flight(num_streams=5), chromium) as browser:
         await browser.choose_file("#file", path)
         await browser.wait_for("timeline.data.requests.size === 4")

@@ -116,7 +116,7 @@ def judge(server: LiveServer, cause: Cause, is_planted: Callable[[Gap], bool] = 
     if cause is not Cause.UNKNOWN:
         for gap, _ in planted:
             explained.update(gap.parts)
-    recorded = {(gap.serial, gap.end_ns): gap for gap in gaps_of(server.flight.capture().recording())}
+    recorded = {(gap.serial, gap.end_ns): gap for gap in gaps_of(server.flight.snapshot().recording())}
     assert all(sum(gap.parts.values()) == gap.duration_ns for gap in recorded.values())
     alike = [recorded[gap.serial, gap.end_ns].cause == gap.cause for gap, _ in planted]
     assert alike.count(True) >= 0.95 * len(alike)

@@ -247,7 +247,7 @@ async def test_what_the_client_sees_changes_with_the_interval_and_what_the_engin
             assert steps.issuperset(timeline.token_ns)
             # On a busy machine, tokens that are due together share a write.
             assert num_writes / 3 < len(timeline.write_ns) <= num_writes
-        recording = server.flight.capture().recording()
+        recording = server.flight.snapshot().recording()
         engine_gaps, wire_gaps = gaps_by_request(recording, "engine"), gaps_by_request(recording, "wire")
         for serial, gaps in wire_gaps.items():
             assert all(sum(gap.parts.values()) == gap.duration_ns for gap in (*gaps, *engine_gaps[serial]))

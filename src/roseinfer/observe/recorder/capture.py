@@ -30,7 +30,7 @@ from roseinfer.messages import ProfileEnded
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.hub import WriteObserver, Writes
-from roseinfer.observe.recorder.recorder import Capture, FlightRecorder
+from roseinfer.observe.recorder.recorder import FlightRecorder, Snapshot
 from roseinfer.observe.recorder.recording import Recording, StructArray
 from roseinfer.records import Advanced, Observer, RequestTimeline, StepRecord
 
@@ -387,16 +387,16 @@ class BreachCapture(WriteObserver):
         self._rests_until_ns = breach.now_ns + self._cooldown_ns
         for window in self._windows:
             window.clear()
-        before = self._recorder.capture(trigger=breach.rule.text)
+        before = self._recorder.snapshot(trigger=breach.rule.text)
         work = self._capture(breach, datetime.now(UTC), before)
         self._task = asyncio.get_running_loop().create_task(work, name="capture")
 
-    async def _capture(self, breach: Breach, moment: datetime, before: Capture) -> None:
+    async def _capture(self, breach: Breach, moment: datetime, before: Snapshot) -> None:
         directory = new_directory(self._parent, "breach")
         try:
             traced = asyncio.ensure_future(self._trace(directory))
             await self._sleep(AFTER_S)
-            after = self._recorder.capture(trigger=breach.rule.text)
+            after = self._recorder.snapshot(trigger=breach.rule.text)
             manifest = {
                 "rule": breach.rule.text,
                 "breached_at": moment.isoformat(),
@@ -429,7 +429,7 @@ class BreachCapture(WriteObserver):
             return {"error": ended.error}
         return profile_of(ended.num_steps)
 
-    def _write(self, directory: Path, before: Capture, after: Capture, manifest: dict[str, Any]) -> None:
+    def _write(self, directory: Path, before: Snapshot, after: Snapshot, manifest: dict[str, Any]) -> None:
         """Writes the capture; called in a thread."""
         recording = join_recordings(before.recording(), after.recording())
         write_capture(directory, recording, manifest)

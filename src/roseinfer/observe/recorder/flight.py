@@ -17,7 +17,7 @@ from roseinfer.observe.gaps.interruptions import hear_interruptions
 from roseinfer.observe.gaps.request_gaps import gaps_of
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.recorder.chrome_trace import chrome_trace
-from roseinfer.observe.recorder.recorder import Capture, FlightRecorder
+from roseinfer.observe.recorder.recorder import FlightRecorder, Snapshot
 from roseinfer.observe.recorder.recording import (
     ClockPair,
     Recording,
@@ -70,14 +70,14 @@ class Flight(FlightRecorder):
 
     def recording(self, since_ns: int = 0) -> Callable[[], bytes]:
         self.catch_up()
-        return partial(_archive_of, self.capture_since(since_ns))
+        return partial(_archive_of, self.snapshot_since(since_ns))
 
     def trace(self, limit: int) -> Callable[[], bytes]:
         self.catch_up()
-        capture = self.capture(limit)
+        snapshot = self.snapshot(limit)
 
         def render() -> bytes:
-            recording = capture.recording()
+            recording = snapshot.recording()
             return chrome_trace(recording, self._find_gaps(recording))
 
         return render
@@ -87,8 +87,8 @@ class Flight(FlightRecorder):
         last = self.last_step
         num_steps = min(limit, max(0, (last.step_id if last else 0) - since_step))
         since = Cursor(since_step, since_ns)
-        capture = self.capture(num_steps + CONTEXT_STEPS)
-        return lambda: timeline_json(capture.recording(), self._find_gaps, self._origin_ns, num_steps, since)
+        snapshot = self.snapshot(num_steps + CONTEXT_STEPS)
+        return lambda: timeline_json(snapshot.recording(), self._find_gaps, self._origin_ns, num_steps, since)
 
     def view(self, content: bytes) -> bytes:
         """Returns the page's data of a saved recording. Raises InvalidRequest for bytes that are none."""
@@ -174,9 +174,9 @@ def _steps_json(rows: StructArray, clock: ClockPair) -> bytes:
     return msgspec.json.encode({"clock": clock, "steps": steps})
 
 
-def _archive_of(capture: Capture) -> bytes:
+def _archive_of(snapshot: Snapshot) -> bytes:
     file = io.BytesIO()
-    capture.recording().write(file)
+    snapshot.recording().write(file)
     return file.getvalue()
 
 

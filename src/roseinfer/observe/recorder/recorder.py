@@ -97,8 +97,8 @@ def _since(begin_ns: int, ended: Sequence[_Ended]) -> Iterator[bytes]:
 
 
 @dataclass(frozen=True, slots=True)
-class Capture:
-    """What a snapshot took from the recorder; becoming a recording costs it milliseconds, so not on the event loop."""
+class Snapshot:
+    """A copy of what the recorder remembers; becoming a recording costs it milliseconds, so not on the event loop."""
 
     rows: Recording  # whose requests are those in flight
     finished: list[bytes]
@@ -204,23 +204,23 @@ class FlightRecorder(WriteObserver):
         found: StructArray = writes[writes["serial"] == serial]
         return found
 
-    def capture(self, num_steps: int | None = None, trigger: str = "") -> Capture:
+    def snapshot(self, num_steps: int | None = None, trigger: str = "") -> Snapshot:
         """Returns a copy of everything since the first of the newest `num_steps` steps, or of all there is.
 
         A request counts when it ended later than that step began, or has not ended.
         """
         steps = self._steps.newest(num_steps)
-        return self._captured(steps, 0 if num_steps is None or not len(steps) else int(steps["start_ns"][0]), trigger)
+        return self._snapshot(steps, 0 if num_steps is None or not len(steps) else int(steps["start_ns"][0]), trigger)
 
-    def capture_since(self, begin_ns: int) -> Capture:
+    def snapshot_since(self, begin_ns: int) -> Snapshot:
         """Returns a copy of what ended later than a moment of the monotonic clock."""
-        capture = self._captured(self._steps.since("end_ns", begin_ns), begin_ns, trigger="")
-        has_older = len(capture.rows.writes) < len(self._writes)  # so that all since then are there
-        num_forgotten = 0 if has_older else capture.rows.meta.num_forgotten_writes
-        meta = msgspec.structs.replace(capture.rows.meta, begin_ns=begin_ns, num_forgotten_writes=num_forgotten)
-        return replace(capture, rows=replace(capture.rows, meta=meta))
+        taken = self._snapshot(self._steps.since("end_ns", begin_ns), begin_ns, trigger="")
+        has_older = len(taken.rows.writes) < len(self._writes)  # so that all since then are there
+        num_forgotten = 0 if has_older else taken.rows.meta.num_forgotten_writes
+        meta = msgspec.structs.replace(taken.rows.meta, begin_ns=begin_ns, num_forgotten_writes=num_forgotten)
+        return replace(taken, rows=replace(taken.rows, meta=meta))
 
-    def _captured(self, steps: StructArray, begin_ns: int, trigger: str) -> Capture:
+    def _snapshot(self, steps: StructArray, begin_ns: int, trigger: str) -> Snapshot:
         self._store_interruptions()
         self._store_writes()
         interruptions, writes = self._interruptions.newest(), self._writes.since("written_ns", begin_ns)
@@ -240,4 +240,4 @@ class FlightRecorder(WriteObserver):
             writes=writes,
             interruptions=interruptions[interruptions["end_ns"] > begin_ns],
         )
-        return Capture(rows, [*_since(begin_ns, self._finished), *_since(begin_ns, self._rejected)])
+        return Snapshot(rows, [*_since(begin_ns, self._finished), *_since(begin_ns, self._rejected)])

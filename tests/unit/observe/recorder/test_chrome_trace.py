@@ -24,7 +24,7 @@ def test_a_lane_is_used_again_when_its_request_has_ended() -> None:
 
 
 def trace_of(recorder: FlightRecorder) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = json.loads(chrome_trace(recorder.capture().recording()))["traceEvents"]
+    events: list[dict[str, Any]] = json.loads(chrome_trace(recorder.snapshot().recording()))["traceEvents"]
     return events
 
 

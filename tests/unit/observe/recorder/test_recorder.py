@@ -58,7 +58,7 @@ def test_a_snapshot_holds_the_facts() -> None:
     recorder.on_step(make_step(step_id=1, num_decode_seqs=2), Advanced.newest([first]))
     recorder.on_writes(writes_of((first, delivered(1063 * MS))))
     recorder.on_finish(first)
-    recording = recorder.capture(trigger="by hand").recording()
+    recording = recorder.snapshot(trigger="by hand").recording()
     assert recording.requests == [RequestRecord.of(first), RequestRecord.of(second)]
     assert recording.steps[["step_id", "num_decode_seqs"]].tolist() == [(1, 2)]
     assert recording.writes[["serial", "written_ns"]].tolist() == [(0, 1063 * MS)]
@@ -74,9 +74,9 @@ def test_a_snapshot_can_be_saved(tmp_path: Path) -> None:
     for _ in range(5):
         traffic.arrive(7)
         traffic.step(MS, 1)
-    recorder.capture().recording().save(tmp_path / "a.npz")
+    recorder.snapshot().recording().save(tmp_path / "a.npz")
     loaded = Recording.load(tmp_path / "a.npz")
-    assert loaded.requests == recorder.capture().recording().requests
+    assert loaded.requests == recorder.snapshot().recording().requests
     assert loaded.steps["step_id"].tolist() == [1, 2, 3, 4, 5]
     assert loaded.meta.config["scheduler"]["max_num_seqs"] == 64
 
@@ -89,7 +89,7 @@ def test_the_oldest_facts_are_forgotten() -> None:
         recorder.on_step(make_step(step_id=number), Advanced())
         recorder.on_writes(writes_of((timeline, delivered(number))))
         recorder.on_finish(timeline)
-    recording = recorder.capture().recording()
+    recording = recorder.snapshot().recording()
     newest = list(range(1100))
     assert recording.steps["step_id"].tolist() == newest[-128:]
     assert recording.writes["serial"].tolist() == newest[-1024:]
@@ -106,7 +106,7 @@ def test_a_flood_of_refused_requests_pushes_out_none_that_had_tokens() -> None:
         timeline.end_ns += number
         recorder.on_start(timeline)
         recorder.on_finish(timeline)
-    assert [request.serial for request in recorder.capture().recording().requests] == [*range(16), 114, 115]
+    assert [request.serial for request in recorder.snapshot().recording().requests] == [*range(16), 114, 115]
     assert recorder.find("r-0") is not None
     assert recorder.find("r-100") is None
     again = make_timeline(request_id="r-115", serial=200, end_ns=1_000_000 * MS)
@@ -124,7 +124,7 @@ def test_a_part_begins_with_its_first_step() -> None:
         traffic.arrive(7)
         traffic.step(MS, 1)
         traffic.end(0, FinishReason.LENGTH)
-    recording = recorder.capture(5).recording()
+    recording = recorder.snapshot(5).recording()
     assert recording.steps["step_id"].tolist() == [16, 17, 18, 19, 20]
     begin_ns = recording.steps["start_ns"][0]
     ended = [request for request in recording.requests if request.end_ns]
@@ -142,13 +142,13 @@ def test_a_part_that_begins_with_a_moment_has_nothing_that_ended_before() -> Non
         recorder.note_interruption(Cause.GC, at_ns - 1, at_ns)
         recorder.on_finish(timeline)
     recorder.on_start(make_timeline(request_id="in flight", serial=9, end_ns=0))
-    recording = recorder.capture_since(1500 * MS).recording()
+    recording = recorder.snapshot_since(1500 * MS).recording()
     assert [request.serial for request in recording.requests] == [1, 2, 9]
     assert recording.steps["step_id"].tolist() == [1, 2]
     assert recording.writes["serial"].tolist() == [1, 2]
     assert len(recording.interruptions) == 2
     assert (recording.meta.num_forgotten_writes, recording.meta.begin_ns) == (0, 1500 * MS), "left out is not forgotten"
-    assert len(recorder.capture_since(0).recording().steps) == 3
+    assert len(recorder.snapshot_since(0).recording().steps) == 3
 
 
 def test_a_request_is_found_in_flight_and_afterwards() -> None:
@@ -181,7 +181,7 @@ def test_interruptions_are_in_the_order_of_their_starts() -> None:
     recorder.note_interruption(Cause.GC, 30, 40)
     recorder.on_step(make_step(step_id=1), Advanced())
     recorder.note_interruption(Cause.SCRAPE, 10, 50)
-    rows = recorder.capture().recording().interruptions
+    rows = recorder.snapshot().recording().interruptions
     assert [(start, end, CAUSES[cause]) for start, end, cause in rows.tolist()] == [
         (10, 50, Cause.SCRAPE),
         (30, 40, Cause.GC),

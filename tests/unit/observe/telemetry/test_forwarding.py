@@ -142,7 +142,7 @@ async def test_the_other_side_has_the_same_page_and_the_same_recording(seed: int
     here.hub.catch_up()
     assert told(page) == pytest.approx(told(Page(here.metrics)))
     ends.receiver.set_present(ends.forwarder.present(QueueReport()))
-    ours, theirs = (flight.capture().recording() for flight in (here.flight, ends.observation.flight))
+    ours, theirs = (flight.snapshot().recording() for flight in (here.flight, ends.observation.flight))
     assert theirs.requests == ours.requests
     assert (theirs.steps == ours.steps).all()
     assert (theirs.writes == ours.writes).all()
@@ -307,7 +307,7 @@ async def test_interruptions_of_the_front_end_are_known_on_the_other_side() -> N
     ends.forwarder.catch_up()
     assert ends.receiver.take_gc_pauses_ns() == [20]
     assert ends.receiver.take_gc_pauses_ns() == []
-    rows = ends.observation.flight.capture().rows.interruptions
+    rows = ends.observation.flight.snapshot().rows.interruptions
     assert [(int(row["start_ns"]), int(row["end_ns"])) for row in rows] == [(5, 25), (30, 35)]
 
 
