@@ -11,7 +11,7 @@ from roseinfer.messages import Grammar
 from roseinfer.text.answers.answer import AnswerParser
 from roseinfer.text.answers.functions import Function
 from roseinfer.text.answers.reasoning import AS_THE_TEMPLATE_HAS_IT, Thinking, with_thought
-from roseinfer.text.answers.tool_formats import find_format
+from roseinfer.text.answers.tool_formats import find_tool_format
 from roseinfer.text.answers.tool_use import ToolUse
 from roseinfer.text.choice import EncodedPrompt
 from roseinfer.text.grammar.checker import GrammarChecker, check_form
@@ -73,7 +73,7 @@ async def prepare_turn(
             conversation.functions,
             is_forced=conversation.must_call,
             is_parallel=conversation.is_parallel,
-            tool_format=find_format(tool_format, template.tool_source),
+            tool_format=find_tool_format(tool_format, template.tool_source),
         )
     form = conversation.form
     await check_form(form, grammars)

@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from roseinfer.errors import ConfigError, InvalidRequest
 from roseinfer.text.answers.reasoning import Effort, ReasoningFormat, Thinking
-from roseinfer.text.answers.tool_formats import find_format, short_id
+from roseinfer.text.answers.tool_formats import find_tool_format, short_id
 from roseinfer.text.tokenizer.files import read_json
 from roseinfer.text.tokenizer.tokenizer import TokenizerConfig
 
@@ -188,7 +188,7 @@ class ChatTemplate:
         self._for_tools = None if tool_source is None else ChatTemplate(tool_source, special_tokens)
         self.source = source
         self.tool_source = tool_source or source
-        self._has_short_ids = find_format("auto", source).has_short_ids
+        self._has_short_ids = find_tool_format("auto", source).has_short_ids
         environment = _environment()
         reads = meta.find_undeclared_variables(environment.parse(source))
         self.knows_tools: bool = "tools" in reads if self._for_tools is None else self._for_tools.knows_tools

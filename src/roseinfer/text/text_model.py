@@ -12,8 +12,8 @@ from roseinfer.text.answers.reasoning import (
     Reasoning,
     ReasoningFormat,
     continued_reasoning,
-    find_format,
     find_reasoning,
+    find_reasoning_format,
 )
 from roseinfer.text.choice import EncodedPrompt
 from roseinfer.text.templates import ChatTemplate
@@ -33,7 +33,7 @@ class TextModel:
     def load(cls, checkpoint_dir: Path, chosen_template: str | None, reasoning_format: str) -> "TextModel":
         """Read the checkpoint's files; `chosen_template` takes the place of its own. Raises ConfigError."""
         template = ChatTemplate.load(checkpoint_dir, chosen_template)
-        tags = find_format(reasoning_format, None if template is None else template.source)
+        tags = find_reasoning_format(reasoning_format, None if template is None else template.source)
         opens_thoughts = template is not None and tags is not None and template.opens_thoughts(tags)
         return cls(Tokenizer.load(checkpoint_dir), template, tags, opens_thoughts)
 

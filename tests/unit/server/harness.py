@@ -33,7 +33,7 @@ from roseinfer.server.connection.api_keys import ApiKeys
 from roseinfer.server.exchange import Ledgers
 from roseinfer.server.ops.probes import judge_of
 from roseinfer.server.service import Service
-from roseinfer.text.answers.reasoning import find_format
+from roseinfer.text.answers.reasoning import find_reasoning_format
 from roseinfer.text.templates import ChatTemplate
 from roseinfer.text.text_model import TextModel
 from roseinfer.text.tokenizer.tokenizer import Tokenizer
@@ -368,7 +368,9 @@ def text_model(*, template: str | None = TEMPLATE, with_bos: bool = False) -> Te
     inner = byte_tokenizer(with_bos=with_bos)
     tokenizer = Tokenizer.from_bytes(inner.to_str().encode())
     specials = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
-    return TextModel(tokenizer, ChatTemplate(template, specials) if template else None, find_format("auto", template))
+    return TextModel(
+        tokenizer, ChatTemplate(template, specials) if template else None, find_reasoning_format("auto", template)
+    )
 
 
 @asynccontextmanager

@@ -1,8 +1,8 @@
 """Reasoning: how models mark their thoughts, and the parser that separates thoughts from the rest of an answer.
 
 To add a format, add a row to FORMATS and its name to `structured.reasoning_format` in config/options.py; where the
-option is `auto`, `find_format` chooses by the chat template. Whether an answer begins amid thoughts depends on how the
-template ended the prompt: `find_reasoning`. docs/structured-output.md shows the formats.
+option is `auto`, `find_reasoning_format` chooses by the chat template. Whether an answer begins amid thoughts depends
+on how the template ended the prompt: `find_reasoning`. docs/structured-output.md shows the formats.
 """
 
 import codecs
@@ -36,7 +36,7 @@ FORMATS: Mapping[str, ReasoningFormat] = {
 REASONING_TAGS = tuple(tag for row in FORMATS.values() for tag in row)
 
 
-def find_format(wanted: str, template: str | None) -> ReasoningFormat | None:
+def find_reasoning_format(wanted: str, template: str | None) -> ReasoningFormat | None:
     """The format named; with `auto` the one whose tags the chat template holds, None where it holds none."""
     if wanted == "none" or (wanted == "auto" and template is None):
         return None

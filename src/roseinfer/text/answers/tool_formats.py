@@ -166,7 +166,7 @@ _SIGNS = (
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
-def find_format(wanted: str, template: str | None) -> ToolFormat:
+def find_tool_format(wanted: str, template: str | None) -> ToolFormat:
     """The format named, or with `auto` the one in which the chat template writes the calls of earlier turns."""
     if wanted != "auto":
         return FORMATS[wanted]

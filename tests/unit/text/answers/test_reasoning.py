@@ -15,7 +15,7 @@ from roseinfer.records import RequestTimeline
 from roseinfer.text.answers.answer import AnswerParser
 from roseinfer.text.answers.functions import Function
 from roseinfer.text.answers.parts import Parts
-from roseinfer.text.answers.reasoning import FORMATS, Reasoning, find_format, find_reasoning
+from roseinfer.text.answers.reasoning import FORMATS, Reasoning, find_reasoning, find_reasoning_format
 from roseinfer.text.answers.tool_formats import FORMATS as TOOL_FORMATS
 from roseinfer.text.answers.tool_use import ToolUse
 from roseinfer.text.choice import Choice, EncodedPrompt
@@ -161,11 +161,16 @@ async def test_an_answer_that_was_begun_goes_on_in_its_thoughts_or_behind_them(b
 
 
 def test_the_template_says_which_tags_a_model_writes() -> None:
-    assert find_format("auto", "{{ content.split('</think>')[-1] }}") == THINK
-    assert find_format("auto", "{%- set begin = '<seed:think>' -%}") == FORMATS["seed"]
-    assert find_format("auto", "{{ '[THINK]' + message.thinking + '[/THINK]' }}") == FORMATS["mistral"]
-    assert find_format("auto", "{{ content }}") is find_format("auto", None) is find_format("none", "<think>") is None
-    assert find_format("granite", None) == FORMATS["granite"]
+    assert find_reasoning_format("auto", "{{ content.split('</think>')[-1] }}") == THINK
+    assert find_reasoning_format("auto", "{%- set begin = '<seed:think>' -%}") == FORMATS["seed"]
+    assert find_reasoning_format("auto", "{{ '[THINK]' + message.thinking + '[/THINK]' }}") == FORMATS["mistral"]
+    assert (
+        find_reasoning_format("auto", "{{ content }}")
+        is find_reasoning_format("auto", None)
+        is find_reasoning_format("none", "<think>")
+        is None
+    )
+    assert find_reasoning_format("granite", None) == FORMATS["granite"]
 
 
 @pytest.mark.parametrize(("reasoning", "text", "thoughts", "content"), SAMPLES)

@@ -16,7 +16,7 @@ from roseinfer.messages import Grammar
 from roseinfer.text.answers.functions import Function, parameter_types
 from roseinfer.text.answers.parts import Parts
 from roseinfer.text.answers.tool_calls import MAX_RESCANNED_CHARS, ToolCallParser
-from roseinfer.text.answers.tool_formats import FORMATS, find_format
+from roseinfer.text.answers.tool_formats import FORMATS, find_tool_format
 from roseinfer.text.answers.tool_use import ToolUse
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
@@ -302,8 +302,8 @@ def test_wherever_a_text_ends_its_arguments_are_whole_or_cut(
     ],
 )
 def test_the_template_determines_the_format(template: str | None, name: str) -> None:
-    assert find_format("auto", template) is FORMATS[name]
-    assert find_format("hermes", template) is FORMATS["hermes"]
+    assert find_tool_format("auto", template) is FORMATS[name]
+    assert find_tool_format("hermes", template) is FORMATS["hermes"]
 
 
 def test_types_are_those_of_a_schema_however_it_says_them() -> None:
