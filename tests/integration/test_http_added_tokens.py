@@ -52,7 +52,7 @@ class Served:
         engine = ScriptedEngine(reply, self.info)
         text_model = TextModel(Tokenizer.load(Path(self.info.checkpoint_dir)), ChatTemplate(HERMES, {}))
         async with serving(engine, text=text_model) as server:
-            server.service.grammars = self.checker
+            server.service.grammar_checker = self.checker
             return await (server.complete(**body) if "prompt" in body else server.chat(**body))
 
     def says(self, text: str) -> Reply:

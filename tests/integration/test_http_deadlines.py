@@ -50,7 +50,7 @@ def assert_late(answer: Answer, param: str, server: Server) -> None:
 async def test_a_deadline_passes_while_a_grammar_is_checked(name: str, stream: bool) -> None:
     body, config, param = GIVEN[name]
     async with serving(ScriptedEngine(says("a")), **config) as server:
-        checks = server.service.grammars = NeverChecked()
+        checks = server.service.grammar_checker = NeverChecked()
         answer = await server.complete(stream=stream, structured_outputs={"choice": ["a"]}, **body)
         assert_late(answer, param, server)
     assert [future.cancelled() for future in checks.futures] == [True], "no request waits for it: it need not begin"

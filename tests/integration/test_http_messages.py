@@ -63,7 +63,7 @@ async def post(server: Server, path: str = "", headers: dict[str, str] | None = 
 async def ask(reply: Reply, path: str = "", template: str = TEMPLATE, **body: Any) -> tuple[Answer, ScriptedEngine]:
     engine = ScriptedEngine(reply, LONG)
     async with serving(engine, text=text_model(template=template)) as server:
-        server.service.grammars = Checks()
+        server.service.grammar_checker = Checks()
         return await post(server, path, **body), engine
 
 
@@ -342,7 +342,7 @@ async def test_the_first_token_is_written_at_once_where_it_has_no_text() -> None
 async def test_a_form_reaches_the_engine(body: dict[str, Any], grammar: Grammar, param: str) -> None:
     engine, checks = ScriptedEngine(says("x"), LONG), Checks()
     async with serving(engine, text=text_model(template=TEMPLATE)) as server:
-        server.service.grammars = checks
+        server.service.grammar_checker = checks
         assert (await post(server, thinking={"type": "disabled"}, **body)).status == 200
     assert checks.asked == [(grammar, param)]
     assert engine.requests[0].params.grammar == grammar

@@ -31,7 +31,7 @@ async def ask_engine(text: str, template: str = TEMPLATE, **body: Any) -> tuple[
     """The answer, and what the engine got."""
     engine = ScriptedEngine(says(text, FinishReason.STOP))
     async with serving(engine, text=text_model(template=template)) as server:
-        server.service.grammars = Checks()
+        server.service.grammar_checker = Checks()
         return await server.chat(**body), engine.requests
 
 

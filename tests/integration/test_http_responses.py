@@ -62,7 +62,7 @@ async def ask(reply: Reply | str, **body: Any) -> tuple[Answer, Request]:
         says(reply, FinishReason.STOP) if isinstance(reply, str) else reply, engine_info(max_model_len=2000)
     )
     async with serving(engine, text=text_model(template=TEMPLATE)) as server:
-        server.service.grammars = Checks()
+        server.service.grammar_checker = Checks()
         answer = await server.request("POST", "/v1/responses", json={"input": "Hi"} | body)
         assert answer.status == 200, answer.body
         [request] = engine.requests
@@ -76,7 +76,7 @@ async def prompt_of(**body: Any) -> str:
 
 async def refusal(**body: Any) -> dict[str, Any]:
     async with serving(ScriptedEngine(says("x")), text=text_model(template=TEMPLATE)) as server:
-        server.service.grammars = Checks()
+        server.service.grammar_checker = Checks()
         answer = await server.request("POST", "/v1/responses", json={"input": "Hi"} | body)
         assert answer.status == 400, answer.body
         return answer.error
@@ -189,7 +189,7 @@ async def test_thoughts_that_a_limit_cuts_are_not_complete() -> None:
 )
 async def test_a_limit_before_all_text_leaves_a_whole_stream_with_its_ledger(text: str, body: dict[str, Any]) -> None:
     async with serving(ScriptedEngine(says(text)), text=text_model(template=TEMPLATE)) as server:
-        server.service.grammars = Checks()
+        server.service.grammar_checker = Checks()
         body = {"input": "Hi", "stream": True} | body
         answer = await server.request("POST", "/v1/responses", json=body, headers={"x-roseinfer-ledger": "1"})
     events = parsed(answer)

@@ -50,7 +50,7 @@ class Checks(GrammarChecker):
 
 async def ask(engine: ScriptedEngine, *, path: str = "chat", template: str = HERMES, **body: Any) -> Answer:
     async with serving(engine, text=text_model(template=template)) as server:
-        server.service.grammars = Checks()
+        server.service.grammar_checker = Checks()
         return await (server.chat(**body) if path == "chat" else server.complete(**body))
 
 

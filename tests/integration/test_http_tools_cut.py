@@ -48,7 +48,7 @@ async def test_forced_calls_are_never_text_wherever_they_are_cut(
         return says(text[: request.params.seed], reason)(request)
 
     async with serving(ScriptedEngine(reply), text=text_model(template=template)) as server:
-        server.service.grammars = Checks()
+        server.service.grammar_checker = Checks()
         for cut in range(1, len(text) + 1):
             body: dict[str, Any] = {"tools": [TOOL], "tool_choice": choice, "seed": cut}
             [whole] = (await server.chat(**body)).json["choices"]

@@ -145,13 +145,13 @@ class LineEngine:
         try:
             info = await client.start(self._on_progress)
             self._watch = asyncio.create_task(wait_for_death(client, client.observer))  # it ends one that hangs
-            grammars = self._opened.enter_context(closing(GrammarChecker(config.structured, lambda: client.info)))
+            checker = self._opened.enter_context(closing(GrammarChecker(config.structured, lambda: client.info)))
             text_model = TextModel.load(
                 Path(info.checkpoint_dir),
                 read_chosen_template(config.server.chat_template),
                 config.structured.reasoning_format,
             )
-            self._served = ServedModel(config, client, grammars)
+            self._served = ServedModel(config, client, checker)
             self._opened.callback(self._served.close)
             self._served.open(text_model)
         except BaseException:

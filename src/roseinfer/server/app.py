@@ -66,7 +66,7 @@ class Instruments:
     pages: Pages
     ledgers: Ledgers
     debug_routes: Sequence[web.RouteDef] = ()
-    grammars: GrammarChecker | None = None
+    grammar_checker: GrammarChecker | None = None
     telemetry: Telemetry | None = None
 
 

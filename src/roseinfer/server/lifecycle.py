@@ -76,7 +76,7 @@ async def run(
             chosen_template=read_chosen_template(config.server.chat_template),
             reasoning_format=config.structured.reasoning_format,
         )
-        service = Service(config, client, observer, keys, instruments.ledgers, instruments.grammars)
+        service = Service(config, client, observer, keys, instruments.ledgers, instruments.grammar_checker)
         try:
             async with _Tasks() as tasks, _listening(service, instruments, certificate) as url:
                 if keys is not None and keys.path is not None:

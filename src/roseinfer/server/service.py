@@ -36,9 +36,9 @@ class Service(ServedModel, Port):
         observer: Observer,
         api_keys: ApiKeys | None,
         ledgers: Ledgers,
-        grammars: GrammarChecker | None = None,
+        grammar_checker: GrammarChecker | None = None,
     ) -> None:
-        ServedModel.__init__(self, config, client, grammars)
+        ServedModel.__init__(self, config, client, grammar_checker)
         Port.__init__(self, config.server, observer, api_keys)
         self.has_been_ready = False
         self.long_bodies = LongWork("body")  # decoding keeps the GIL, so of long bodies one is decoded at a time

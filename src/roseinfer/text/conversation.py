@@ -58,7 +58,7 @@ class PreparedTurn:
 async def prepare_turn(
     conversation: Conversation,
     text_model: TextModel,
-    grammars: GrammarChecker | None,
+    checker: GrammarChecker | None,
     tool_format: str,
     max_model_len: int,
 ) -> PreparedTurn:
@@ -76,15 +76,15 @@ async def prepare_turn(
             tool_format=find_tool_format(tool_format, template.tool_source),
         )
     form = conversation.form
-    await check_form(form, grammars)
+    await check_form(form, checker)
     if tool_use is not None and (calls := tool_use.grammar(form and form[0])) is not None:
         form = (calls, "tools")
-        await check_form(form, grammars)
+        await check_form(form, checker)
     prompt = await encode_conversation(conversation, text_model, max_model_len)
     thinking = conversation.thinking
     grammar = with_thought(form and form[0], prompt.reasoning, thinking.max_tokens)
     if form is None and grammar is not None:
-        await check_form((grammar, thinking.max_tokens_field), grammars)
+        await check_form((grammar, thinking.max_tokens_field), checker)
     return PreparedTurn(prompt, grammar, tool_use)
 
 

@@ -14,11 +14,11 @@ from roseinfer.text.text_model import TextModel
 class ServedModel:
     """Prepares the requests of every API for the engine; the text side is there when the engine is ready."""
 
-    def __init__(self, config: Config, client: EngineClient, grammars: GrammarChecker | None = None) -> None:
+    def __init__(self, config: Config, client: EngineClient, grammar_checker: GrammarChecker | None = None) -> None:
         self._tool_format = config.structured.tool_format
         self._text_model: TextModel | None = None
         self.client = client
-        self.grammars = grammars
+        self.grammar_checker = grammar_checker
         self.model_names = config.served_model_names
 
     def open(self, text_model: TextModel) -> None:
@@ -40,7 +40,7 @@ class ServedModel:
     async def prepare_turn(self, conversation: Conversation) -> PreparedTurn:
         """Make a conversation ready for the engine. Raises RequestError."""
         return await prepare_turn(
-            conversation, self.text_model, self.grammars, self._tool_format, self.client.info.max_model_len
+            conversation, self.text_model, self.grammar_checker, self._tool_format, self.client.info.max_model_len
         )
 
     async def encode_conversation(self, conversation: Conversation) -> EncodedPrompt:

@@ -35,7 +35,7 @@ async def prepare(body: CompletionBody, served: ServedModel) -> tuple[Job, "Comp
     """What to run, and the form of its answer. Raises RequestError."""
     tokenizer = served.text_model.tokenizer
     form = body.form()
-    await check_form(form, served.grammars)
+    await check_form(form, served.grammar_checker)
     names, prompts = await encode_prompts(body.prompt, "prompt", tokenizer, served.client.info.max_model_len)
     echoes = _echoes(body, prompts, tokenizer) if body.echo else [None] * len(prompts)
     job = Job(
