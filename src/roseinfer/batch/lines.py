@@ -36,7 +36,6 @@ from roseinfer.server.openai.schema import CompletionBody
 from roseinfer.text.generation import NUM_SEEDS, Generation, GenerationRequest
 from roseinfer.text.grammar.checker import MAX_WAITING, GrammarChecker
 from roseinfer.text.served_model import ServedModel
-from roseinfer.text.templates import read_chosen_template
 from roseinfer.text.text_model import TextModel
 
 Prepare = Callable[[Any, ServedModel], Awaitable[tuple[Job, Dialect]]]
@@ -146,11 +145,7 @@ class LineEngine:
             info = await client.start(self._on_progress)
             self._watch = asyncio.create_task(wait_for_death(client, client.observer))  # it ends one that hangs
             checker = self._opened.enter_context(closing(GrammarChecker(config.structured, lambda: client.info)))
-            text_model = TextModel.load(
-                Path(info.checkpoint_dir),
-                read_chosen_template(config.server.chat_template),
-                config.structured.reasoning_format,
-            )
+            text_model = TextModel.loader(config)(Path(info.checkpoint_dir))
             self._served = ServedModel(config, client, checker)
             self._opened.callback(self._served.close)
             self._served.open(text_model)

@@ -66,8 +66,8 @@ from roseinfer.text.choice import Delta, EncodedPrompt, OutputOptions
 from roseinfer.text.conversation import Conversation, prepare_turn
 from roseinfer.text.embeddings import embedding_params, finished
 from roseinfer.text.generation import Generation, GenerationRequest
-from roseinfer.text.grammar.checker import GrammarChecker
-from roseinfer.text.templates import NO_VARIABLES, read_chosen_template
+from roseinfer.text.grammar.checker import GrammarChecker, check_form
+from roseinfer.text.templates import NO_VARIABLES
 from roseinfer.text.text_model import TextModel
 from roseinfer.text.tokenizer.tokenizer import Tokenizer
 
@@ -141,11 +141,7 @@ class LLM:
             used = undo.enter_context(ExitStack())  # requests use it, so it is closed after their end
             undo.callback(self._loop.stop, partial(_stop_engine, self._client))
             info = self.info = self._loop.call(self._client.start(on_progress))
-            self._text_model = TextModel.load(
-                Path(self.info.checkpoint_dir),
-                read_chosen_template(self.config.server.chat_template),
-                self.config.structured.reasoning_format,
-            )
+            self._text_model = TextModel.loader(self.config)(Path(self.info.checkpoint_dir))
             self.tokenizer: Tokenizer = used.enter_context(closing(self._text_model.tokenizer))
             self._checker = used.enter_context(closing(GrammarChecker(self.config.structured, lambda: info)))
             self._undo = undo.pop_all()
@@ -364,12 +360,8 @@ class LLM:
 
     def _check_grammar(self, params: SamplingParams) -> None:
         """Raises InvalidRequest for a grammar that does not compile; `check_request` refuses what is no Grammar."""
-
-        async def check(grammar: Grammar) -> None:
-            await asyncio.wrap_future(self._checker.check(grammar, "grammar"))
-
         if isinstance(params.grammar, Grammar):
-            self._loop.call(check(params.grammar))
+            self._loop.call(check_form((params.grammar, "grammar"), self._checker))
 
     def _new_generation(
         self, streams: Sequence[Stream], wanted: GenerationRequest, prompts: Sequence[EncodedPrompt]

@@ -35,7 +35,6 @@ from roseinfer.server.connection.listener import bind
 from roseinfer.server.connection.tls import Certificate
 from roseinfer.server.ops import front_end, probes
 from roseinfer.server.service import Service
-from roseinfer.text.templates import read_chosen_template
 from roseinfer.text.text_model import TextModel
 
 EXIT_DRAINED = 0
@@ -71,11 +70,7 @@ async def run(
         require_compiled_parser()
         keys = ApiKeys.configured(config.server.api_key_file, more_keys)
         certificate = Certificate.configured(config.server)
-        load_text = partial(
-            TextModel.load,
-            chosen_template=read_chosen_template(config.server.chat_template),
-            reasoning_format=config.structured.reasoning_format,
-        )
+        load_text = TextModel.loader(config)
         service = Service(config, client, observer, keys, instruments.ledgers, instruments.grammar_checker)
         try:
             async with _Tasks() as tasks, _listening(service, instruments, certificate) as url:

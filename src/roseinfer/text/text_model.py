@@ -1,12 +1,13 @@
 """The text side of a model: its tokenizer and its chat template, and the prompt that a conversation becomes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from roseinfer.config.options import Config
 from roseinfer.errors import InvalidRequest, PromptName
 from roseinfer.text.answers.reasoning import (
     Reasoning,
@@ -16,7 +17,7 @@ from roseinfer.text.answers.reasoning import (
     find_reasoning_format,
 )
 from roseinfer.text.choice import EncodedPrompt
-from roseinfer.text.templates import ChatTemplate
+from roseinfer.text.templates import ChatTemplate, read_chosen_template
 from roseinfer.text.tokenizer.tokenizer import INLINE_CHARS, Tokenizer
 
 
@@ -28,6 +29,12 @@ class TextModel:
     chat_template: ChatTemplate | None
     reasoning_format: ReasoningFormat | None = None
     opens_thoughts: bool = False  # an answer has thoughts only where the prompt ends with the opening tag
+
+    @classmethod
+    def loader(cls, config: Config) -> Callable[[Path], "TextModel"]:
+        """What reads a checkpoint as the configuration says. Raises ConfigError for the template that it names."""
+        template, reasoning_format = config.server.chat_template, config.structured.reasoning_format
+        return partial(cls.load, chosen_template=read_chosen_template(template), reasoning_format=reasoning_format)
 
     @classmethod
     def load(cls, checkpoint_dir: Path, chosen_template: str | None, reasoning_format: str) -> "TextModel":
