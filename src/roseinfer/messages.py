@@ -4,7 +4,7 @@ The front end sends a `Command`, the engine an `Event`, at most one `StepOutput`
 them as msgpack; `engine/link/frames.py` shortens requests that share parameters or a prompt.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -330,6 +330,10 @@ class ProfileEnded(msgspec.Struct, frozen=True, tag=True, gc=False):
 
     num_steps: int
     error: str = ""
+
+
+BeginProfile = Callable[[int, str], Awaitable[Awaitable[ProfileEnded]]]
+"""Begins to profile a number of steps into a directory, and gives what to wait for. Raises RoseinferError."""
 
 
 class IdleReport(msgspec.Struct, frozen=True, tag=True, gc=False):

@@ -15,11 +15,11 @@ from aiohttp import web
 from roseinfer import __version__
 from roseinfer.config.options import Config
 from roseinfer.errors import ConfigError
+from roseinfer.messages import BeginProfile
 from roseinfer.observe import logs
 from roseinfer.observe.metrics.totals import Load
 from roseinfer.observe.observation import Observation, import_exporters
 from roseinfer.observe.recorder import capture
-from roseinfer.observe.recorder.capture import Profile
 from roseinfer.observe.telemetry.link import Link
 from roseinfer.observe.telemetry.process import Setup
 from roseinfer.observe.telemetry.receiver import Receiver
@@ -152,7 +152,7 @@ def _scrape_of(observation: Observation, front_end: FrontEnd) -> scraping.Scrape
 
 
 def debug_routes(
-    config: Config, observation: Observation, profile_steps: Profile, num_tasks: Callable[[], int] | None = None
+    config: Config, observation: Observation, profile_steps: BeginProfile, num_tasks: Callable[[], int] | None = None
 ) -> list[web.RouteDef]:
     """The routes under `/debug`; `num_tasks` counts those of the front end, where it is another process."""
     observe = config.observe

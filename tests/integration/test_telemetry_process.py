@@ -22,7 +22,7 @@ from roseinfer.observe.telemetry import process as process_module
 from roseinfer.observe.telemetry.forwarder import Forwarder
 from roseinfer.observe.telemetry.process import TelemetryProcess
 from roseinfer.records import LifecycleState, QueueReport
-from roseinfer.server.app import Reply
+from roseinfer.server.ops.front_end import Reply
 from tests.integration.test_http_scraping import answer
 from tests.unit.observe.facts import MS
 from tests.unit.observe.telemetry.test_forwarding import Serving, run_some

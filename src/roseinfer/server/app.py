@@ -1,7 +1,7 @@
 """Builds the two HTTP applications: their routes, and their middlewares in the order in which a request meets them."""
 
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from roseinfer.server.connection.scraping import Scrape
 from roseinfer.server.exchange import Ledgers
 from roseinfer.server.openai import chat, completions, embeddings, render, responses, tokenize
 from roseinfer.server.ops import debug_access, probes
+from roseinfer.server.ops.front_end import Reply
 from roseinfer.server.ops.pages import Pages
 from roseinfer.server.ops.pages import routes as page_routes
 from roseinfer.server.port import PORT, Port
@@ -26,9 +27,6 @@ from roseinfer.text.grammar.checker import GrammarChecker
 # Where scrapers may be answered without a middleware: here, or by a process to which their connections go.
 SCRAPE: web.AppKey[Scrape] = web.AppKey("scrape")
 PASSAGE = web.AppKey("passage", Passage)
-
-Reply = Callable[[bytes], bytes | Awaitable[bytes]]
-"""Answers one kind of question of the telemetry process, at once or in a task. A RoseinferError is an answer too."""
 
 
 class Telemetry(Protocol):

@@ -26,7 +26,7 @@ import numpy as np
 
 from roseinfer.config.options import Config
 from roseinfer.errors import ConfigError, RoseinferError
-from roseinfer.messages import ProfileEnded
+from roseinfer.messages import BeginProfile
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.hub import WriteObserver, Writes
@@ -290,10 +290,6 @@ PROFILE_TIMEOUT_S = 30.0  # for the steps that are to be profiled to come, and f
 _log = logging.getLogger(__name__)
 
 
-Profile = Callable[[int, str], Awaitable[Awaitable[ProfileEnded]]]
-"""Begins to profile a number of steps into a directory, and gives what to wait for; raises RoseinferError."""
-
-
 class Breach(msgspec.Struct, frozen=True):
     """A rule was broken."""
 
@@ -316,7 +312,7 @@ class BreachCapture(WriteObserver):
     ) -> None:
         """Raises ConfigError for a rule that makes no sense, or rules without a place for captures."""
         settings = self._settings = config.observe
-        self.profile: Profile | None = None  # once there is an engine
+        self.profile: BeginProfile | None = None  # once there is an engine
         self._parent = Path(settings.capture_dir)
         rules = parse_rules(settings.capture_rules)
         if rules and not settings.capture_dir:

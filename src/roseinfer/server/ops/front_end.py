@@ -9,7 +9,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from roseinfer.errors import NotReady
-from roseinfer.messages import ProfileEnded
+from roseinfer.messages import Profile, ProfileEnded
 from roseinfer.records import Observer
 from roseinfer.server.ops.debug_access import PREFIX
 from roseinfer.server.ops.probes import Judgement, judge_of
@@ -19,11 +19,7 @@ TIMEOUT_S = 2.0  # for the front end to answer, after which a probe says 503
 SYNC_TIMEOUT_S = 0.5  # for the newest facts, after which an answer is made without them
 
 Reply = Callable[[bytes], bytes | Awaitable[bytes]]
-
-
-class _Profile(msgspec.Struct, frozen=True, array_like=True):
-    num_steps: int
-    directory: str
+"""Answers one kind of question of the telemetry process, at once or in a task. A RoseinferError is an answer too."""
 
 
 def replies(service: Service) -> Mapping[str, Reply]:
@@ -35,7 +31,7 @@ def replies(service: Service) -> Mapping[str, Reply]:
         return msgspec.msgpack.encode(await judge(payload.decode()))
 
     async def begin_profile(payload: bytes) -> bytes:
-        wanted = msgspec.msgpack.decode(payload, type=_Profile)
+        wanted = msgspec.msgpack.decode(payload, type=Profile)
         profiled[:] = [service.client.profile(wanted.num_steps, wanted.directory)]
         return b""
 
@@ -110,7 +106,7 @@ class FrontEnd:
     async def profile(self, num_steps: int, directory: str) -> Awaitable[ProfileEnded]:
         """Begins a profile, and returns what waits for its end. Raises RoseinferError."""
         try:
-            await self._link.ask("begin_profile", msgspec.msgpack.encode(_Profile(num_steps, directory)), TIMEOUT_S)
+            await self._link.ask("begin_profile", msgspec.msgpack.encode(Profile(num_steps, directory)), TIMEOUT_S)
         except TimeoutError:
             raise NotReady("The front end does not answer.") from None
         return self._profiled()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from roseinfer.messages import MAX_PROFILE_STEPS, ProfileEnded
+from roseinfer.messages import MAX_PROFILE_STEPS, BeginProfile, ProfileEnded
 from roseinfer.server.ops.debug_access import integer_of
 
 DEFAULT_STEPS = 20
@@ -18,12 +18,8 @@ DEFAULT_STEPS = 20
 _log = logging.getLogger(__name__)
 
 
-Profile = Callable[[int, str], Awaitable[Awaitable[ProfileEnded]]]
-"""Begins to profile a number of steps into a directory, and gives what to wait for. Raises RoseinferError."""
-
-
 def route(
-    profile: Profile, new_directory: Callable[[], Path], write_manifest: Callable[[Path, int], None]
+    profile: BeginProfile, new_directory: Callable[[], Path], write_manifest: Callable[[Path, int], None]
 ) -> web.RouteDef:
     """The route; the last two functions run in a thread.
 
