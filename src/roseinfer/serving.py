@@ -33,7 +33,7 @@ from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
 from roseinfer.server import lifecycle
 from roseinfer.server.app import Instruments
 from roseinfer.text.grammar.checker import GrammarChecker
-from roseinfer.wiring import make_client
+from roseinfer.wiring import build_client
 
 _SWITCH_INTERVAL_S = 0.001  # the event loop waits this long for each busy thread; Python's default is five times that
 
@@ -54,7 +54,7 @@ def serve(config: Config, more_keys: str = "") -> int:
     output = logs.configure(config.observe, sys.stderr)
     gc_pauses, loop_waits = GcPauses(), LoopWaits()
     facts = (_FactsElsewhere if has_processes else _FactsHere)(config, output, gc_pauses, loop_waits)
-    client = make_client(config, facts.hub)
+    client = build_client(config, facts.hub)
     checker = GrammarChecker(config.structured, lambda: client.info)
     instruments = facts.instruments(client, checker, more_keys, begun)
 

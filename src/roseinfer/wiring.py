@@ -7,7 +7,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,6 @@ from roseinfer.engine.ranges import make_phases
 from roseinfer.engine.speculation import Speculation
 from roseinfer.messages import EngineInfo, StartupProgress
 from roseinfer.observe import logs
-from roseinfer.observe.hub import Hub
 from roseinfer.observe.tracing.nvtx import make_marker
 from roseinfer.records import LifecycleState, Observer
 from roseinfer.runtime import memory
@@ -153,12 +152,8 @@ def _checks_when_idle(config: Config) -> bool:
     return config.observe.log_level == "debug"
 
 
-def build_client(config: Config, observers: Sequence[Observer]) -> AsyncEngine:
-    """An engine client over the configured transport, not started, that reports facts to the observers."""
-    return make_client(config, Hub(observers))
-
-
-def make_client(config: Config, observer: Observer) -> AsyncEngine:
+def build_client(config: Config, observer: Observer) -> AsyncEngine:
+    """An engine client over the configured transport, not started, that reports facts to the observer."""
     transport: Transport
     if config.engine.transport == "process":
         transport = ProcessTransport(config)

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -15,7 +15,6 @@ from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.transport import ThreadTransport
 from roseinfer.messages import SamplingParams
-from roseinfer.observe.hub import Hub
 from roseinfer.records import Observer
 from tests.unit.engine.harness import EOS, VOCAB_SIZE, make_engine, make_request, run_alone
 
@@ -54,12 +53,12 @@ def use_fake_engine(monkeypatch: pytest.MonkeyPatch, directory: Path, latency_s:
     """Let every `LLM` have an engine of this kind; returns the list of those that were made."""
     made: list[AsyncEngine] = []
 
-    def build_client(config: Config, observers: Sequence[Observer]) -> AsyncEngine:
+    def build_client(config: Config, observer: Observer) -> AsyncEngine:
         def build(config: Config, _: object) -> Engine:
             return make_fake_engine(config, directory, latency_s)
 
         transport = ThreadTransport(config, build, check_when_idle=True)
-        made.append(AsyncEngine(transport, Hub(observers), config.engine.step_timeout_s))
+        made.append(AsyncEngine(transport, observer, config.engine.step_timeout_s))
         return made[-1]
 
     monkeypatch.setattr(wiring, "build_client", build_client)

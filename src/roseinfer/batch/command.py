@@ -184,7 +184,7 @@ async def answer_all(file: Path, num_lines: int, journal: Journal, config: Confi
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with show_loading(config.model.path) as on_progress:
-        engine = LineEngine(config, on_progress=on_progress)
+        engine = LineEngine(config, on_progress)
         await engine.start()
     be_nicer(FRONT_END_NICENESS if config.engine.transport == "process" else 0)
     try:

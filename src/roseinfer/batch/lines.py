@@ -124,14 +124,9 @@ def refuse(raw: bytes, error: RoseinferError, custom_id: str | None = None) -> A
 class LineEngine:
     """An engine that answers lines, many at a time; everything runs on one event loop."""
 
-    def __init__(
-        self,
-        config: Config,
-        observers: Sequence[Observer] = (),
-        on_progress: Callable[[StartupProgress], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, config: Config, on_progress: Callable[[StartupProgress], None] = lambda _: None) -> None:
         self._config = config
-        self._client = wiring.build_client(config, observers)
+        self._client = wiring.build_client(config, Observer())
         self._on_progress = on_progress
         self._preparing = asyncio.Semaphore(MAX_PREPARING)
         self._num_answered = 0

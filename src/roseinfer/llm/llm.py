@@ -59,6 +59,7 @@ from roseinfer.messages import (
     check_text,
     check_value,
 )
+from roseinfer.observe.hub import Hub
 from roseinfer.records import FinishReason, Observer, RequestTimeline
 from roseinfer.runtime.loop_thread import LoopThread
 from roseinfer.text.answers.reasoning import AS_THE_TEMPLATE_HAS_IT, Effort, Thinking
@@ -135,7 +136,7 @@ class LLM:
         self._encoding = asyncio.Semaphore(tokenize_workers)
         self._places = None if max_inflight is None else threading.BoundedSemaphore(max_inflight)
         self._ids = map(f"llm-{uuid.uuid4().hex[:8]}-{{}}".format, itertools.count())  # no generator: threads share it
-        self._client = wiring.build_client(self.config, observers)
+        self._client = wiring.build_client(self.config, Hub(observers))
         with ExitStack() as undo:
             self._loop = undo.enter_context(closing(LoopThread("llm")))
             used = undo.enter_context(ExitStack())  # requests use it, so it is closed after their end
