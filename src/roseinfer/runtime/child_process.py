@@ -242,11 +242,9 @@ def send_answer(payload: bytes = b"", *, refusal: str = "") -> None:
     _send(sys.stdout.buffer, refusal, payload)
 
 
-def answer_requests(
-    kind: type[Request], answer: Callable[[Request, bytes], bytes], idle_exit_s: float | None = None
-) -> None:
-    """Answer requests until there are no more, or none came for `idle_exit_s`. An InvalidRequest is a refusal."""
-    while select.select([sys.stdin.buffer], [], [], idle_exit_s)[0]:
+def answer_requests(kind: type[Request], answer: Callable[[Request, bytes], bytes]) -> None:
+    """Answer requests until there are no more. An InvalidRequest is a refusal."""
+    while True:
         try:
             request, payload = receive_request(kind)
         except EOFError:

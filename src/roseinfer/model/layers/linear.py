@@ -46,7 +46,6 @@ class Linear:
         placement: Placement,
         activation: Activation = "none",
         *,
-        is_mapped: bool = True,  # the weight is a piece of a mapped file and must be copied; else it may be shared
         dtype: torch.dtype | None = None,  # of the result, where the kind has a choice; else the placement's
         order: torch.Tensor | None = None,  # of the inputs, so that those with one scale in the file lie together
     ) -> None:
@@ -74,8 +73,7 @@ class Linear:
             case "onednn":
                 self._multiply = OneDnnLinear(parts, bias, activation, placement.dtype)
             case "torch":
-                is_copied = is_mapped and len(parts) == 1
-                self._multiply = TorchLinear(parts, bias, activation, placement, is_copied, of_head)
+                self._multiply = TorchLinear(parts, bias, activation, placement, of_head)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._multiply(x)
@@ -113,11 +111,10 @@ class TorchLinear:
         bias: torch.Tensor | None,
         activation: Activation,
         placement: Placement,
-        is_mapped: bool,
         head_type: torch.dtype | None = None,  # of a head's results, where a GPU has a choice
     ) -> None:
         self.num_outputs = sum(map(len, weight))
-        self.weight = self._placed(weight, placement, is_mapped)
+        self.weight = self._placed(weight, placement)
         self.bias = None if bias is None else bias.to(placement.device, placement.dtype, copy=True)
         self._activation = activation
         is_gpu = placement.device.type == "cuda"
@@ -132,9 +129,10 @@ class TorchLinear:
                 self._result_type = head_type
 
     @staticmethod
-    def _placed(weight: Parts, placement: Placement, is_mapped: bool) -> torch.Tensor:
+    def _placed(weight: Parts, placement: Placement) -> torch.Tensor:
+        """A copy in one piece, since a weight may be a piece of a mapped file."""
         if len(weight) == 1:
-            return weight[0].to(placement.device, placement.dtype, copy=is_mapped).contiguous()
+            return weight[0].to(placement.device, placement.dtype, copy=True).contiguous()
         shape = sum(map(len, weight)), weight[0].shape[1]
         placed = torch.empty(shape, dtype=placement.dtype, device=placement.device)
         for to, part in zip(torch.split(placed, list(map(len, weight))), weight, strict=True):
