@@ -347,11 +347,7 @@ Event = StartupProgress | EngineInfo | StepOutput | EngineFailure | ProfileEnded
 
 
 def check_request(
-    params: SamplingParams,
-    prompt_token_ids: Sequence[int],
-    info: EngineInfo,
-    name: PromptName,
-    limit_name: str = "max_tokens",
+    params: SamplingParams, prompt_token_ids: Sequence[int], info: EngineInfo, name: PromptName, limit_name: str
 ) -> None:
     """Check that the engine can run a request, for the server and for `LLM`.
 

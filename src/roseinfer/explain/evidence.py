@@ -44,7 +44,7 @@ class Evidence(NamedTuple):
     ledgers: list[Gap] | None = None
 
 
-def read_evidence(source: str, api_key: str | None = None) -> Evidence:
+def read_evidence(source: str, api_key: str | None) -> Evidence:
     """Reads a URL or a path. Raises InvalidRequest, with the source as its `param`, if it holds nothing readable."""
     try:
         return Evidence(_fetch(source, api_key)) if is_url(source) else _read(Path(source))

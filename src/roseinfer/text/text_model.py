@@ -63,7 +63,7 @@ class TextModel:
         tools: Sequence[object] | None,
         variables: Mapping[str, object],
         *,
-        continues_last: bool = False,
+        continues_last: bool,
     ) -> EncodedPrompt:
         """The prompt of a conversation of about `num_chars`, rendered in a thread where that takes long.
 

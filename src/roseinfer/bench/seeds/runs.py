@@ -99,7 +99,7 @@ def run_online(
     return Run(requests=requests, submit_wall=wall, rejected=rejected)
 
 
-def run_offline(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, cache_salt: str = "") -> Run:
+def run_offline(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, cache_salt: str) -> Run:
     """All prompts as one batch. The parts of a request's latency mean nothing here, and no report shows them."""
     start = time.monotonic_ns()
     completions = llm.generate(prompts, params, cache_salt=cache_salt)

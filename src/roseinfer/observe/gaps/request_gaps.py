@@ -49,7 +49,7 @@ class Gap(msgspec.Struct, frozen=True, gc=False):
 class Usual:
     """The median of recent gaps, and what their parts usually are."""
 
-    def __init__(self, slow_factor: float = SLOW_FACTOR, slow_min_ns: int = SLOW_MIN_NS) -> None:
+    def __init__(self, slow_factor: float, slow_min_ns: int) -> None:
         self._factor = slow_factor
         self._min_ns = slow_min_ns
         self._gaps: npt.NDArray[np.int64] = np.zeros(NUM_USUAL, np.int64)  # a ring

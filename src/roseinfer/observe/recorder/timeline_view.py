@@ -43,14 +43,14 @@ class Cursor(msgspec.Struct, frozen=True):
 
 
 def timeline_json(
-    recording: Recording, gaps_of: GapsOf, origin_ns: int, num_steps: int | None = None, since: Cursor | None = None
+    recording: Recording, gaps_of: GapsOf, origin_ns: int, num_steps: int, since: Cursor | None = None
 ) -> bytes:
     """Returns the page's data: the newest `num_steps` steps and what happened meanwhile, less what the cursor knows.
 
-    Without a cursor it is a saved recording, and all of it. What comes before the steps is context for the causes.
+    Without a cursor it is of a saved recording. What comes before the steps is context for the causes.
     """
     cursor, all_steps = since or Cursor(), recording.steps
-    num_before = 0 if num_steps is None else max(0, len(all_steps) - num_steps)
+    num_before = max(0, len(all_steps) - num_steps)
     steps = all_steps[num_before:]
     before_id, known_ns = cursor.step_id, 0
     if num_before:

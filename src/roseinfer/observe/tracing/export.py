@@ -56,7 +56,7 @@ class SpanExport(SpanProcessor):
         provider: TracerProvider,
         exporters: Sequence[SpanExporter],
         max_queued: int,
-        on_lost: Callable[[int], None] = lambda _: None,
+        on_lost: Callable[[int], None],
     ) -> None:
         """`on_lost` is as for an outlet. Raises ConfigError for limits that exclude each other."""
         if max_queued < MAX_SPANS:

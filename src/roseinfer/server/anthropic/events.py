@@ -165,7 +165,7 @@ class BlockEvents:
     What does not change in the deltas of a block is encoded once; a delta joins bytes.
     """
 
-    def __init__(self, *, shows_thoughts: bool = True) -> None:
+    def __init__(self, *, shows_thoughts: bool) -> None:
         self._shows_thoughts = shows_thoughts
         self._num_blocks = 0
         self._kind = ""  # of the open block
