@@ -21,8 +21,7 @@ from roseinfer.config.options import Config
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.messages import EngineInfo, ProfileEnded
 from roseinfer.observe import logs, otel
-from roseinfer.observe.gaps.deliveries import LiveInterruptions
-from roseinfer.observe.gaps.interruptions import hear_interruptions
+from roseinfer.observe.gaps.interruptions import LiveInterruptions, hear_interruptions
 from roseinfer.observe.telemetry.forwarder import Forwarder
 from roseinfer.observe.telemetry.process import COMMAND, TelemetryProcess
 from roseinfer.runtime import memory

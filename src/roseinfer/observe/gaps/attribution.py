@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from roseinfer.observe.gaps.causes import CAUSES, Cause
-from roseinfer.observe.gaps.deliveries import LiveInterruptions, delivery_segments
+from roseinfer.observe.gaps.deliveries import delivery_segments
+from roseinfer.observe.gaps.interruptions import LiveInterruptions
 from roseinfer.observe.gaps.intervals import stages
 from roseinfer.observe.gaps.request_gaps import NUM_USUAL, SLOW_FACTOR, SLOW_MIN_NS, Gap, Usual
 from roseinfer.observe.gaps.step_gaps import GapSplitter, Segments, StepGap, StepGaps, segments_since

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from roseinfer.observe.gaps.causes import CAUSES, Cause
-from roseinfer.observe.gaps.deliveries import RecordedInterruptions, delivery_segments
+from roseinfer.observe.gaps.deliveries import delivery_segments
+from roseinfer.observe.gaps.interruptions import RecordedInterruptions
 from roseinfer.observe.gaps.step_gaps import GapSplitter, Segments, StepGaps, parts_of
 from roseinfer.observe.recorder.recording import Recording, RequestRecord, step_of
 from roseinfer.records import Arrival, Delivery

@@ -12,8 +12,7 @@ import msgspec
 from roseinfer.config.options import Config
 from roseinfer.observe.gaps import intervals
 from roseinfer.observe.gaps.causes import Cause
-from roseinfer.observe.gaps.deliveries import LiveInterruptions
-from roseinfer.observe.gaps.interruptions import hear_interruptions
+from roseinfer.observe.gaps.interruptions import LiveInterruptions, hear_interruptions
 from roseinfer.observe.gaps.request_gaps import gaps_of
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.recorder.chrome_trace import chrome_trace

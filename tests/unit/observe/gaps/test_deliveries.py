@@ -7,7 +7,8 @@ from random import Random
 import pytest
 
 from roseinfer.observe.gaps.causes import Cause
-from roseinfer.observe.gaps.deliveries import LiveInterruptions, delivery_segments
+from roseinfer.observe.gaps.deliveries import delivery_segments
+from roseinfer.observe.gaps.interruptions import LiveInterruptions
 from roseinfer.records import Arrival, Delivery
 from roseinfer.runtime.gc_pauses import GcPauses
 
