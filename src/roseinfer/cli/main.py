@@ -25,17 +25,7 @@ from roseinfer.config.flags import Parser, add_config_flags, num_engines, parser
 from roseinfer.config.sources import Given, LoadedConfig, build, gather
 from roseinfer.errors import ConfigError, EngineError, RoseinferError
 from roseinfer.messages import Seed, Temperature, TokenCount, TopK, TopP
-from roseinfer.model.kernels.library import (
-    LEVELS,
-    MACHINES,
-    find_built,
-    kernels_directory,
-    levels_here,
-    levels_of,
-    machine,
-    processor_flags,
-    sources,
-)
+from roseinfer.model.kernels.library import LEVELS
 from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
 
 EXIT_USAGE = 2
@@ -401,46 +391,14 @@ def _add_kernels(parser: Parser) -> None:
         help="repeatable; default: the highest that this processor has; all: those of the compiler's architecture",
     )
     about = "The levels, whether this processor has them, and where they are built."
-    for sub in (build, _add_command(actions, "list", about, _list_kernels)):
+    for sub in (build, _add_command(actions, "list", about, _later("roseinfer.cli.kernels", "run_list"))):
         add_config_flags(sub)
 
 
 def _build_kernels(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
-    from roseinfer.cli.progress import Progress
-    from roseinfer.model.kernels.library import build_kernels, compiled_machine, find_compiler
+    from roseinfer.cli import kernels
 
-    kernels_dir = kernels_directory(loaded.config.runner.kernels_dir)
-    compiler = find_compiler(os.environ.get("CXX") or None)
-    names = arguments.level or [level.name for level in levels_here()[-1:]]
-    if not names:
-        raise ConfigError("This processor has no level of the kernels; name one with --level to build it for another.")
-    if "all" in names:
-        names = [level.name for level in levels_of(compiled_machine(compiler))]
-    for name in names:
-        with Progress(f"compiling {name} kernels", total=len(sources())) as progress:
-            path, is_new = build_kernels(LEVELS[name], kernels_dir, compiler, progress.count)
-        print(f"{name}: {'built' if is_new else 'already built'}: {path}")
-    return 0
-
-
-def _list_kernels(_: argparse.Namespace, loaded: LoadedConfig) -> int:
-    kernels_dir = kernels_directory(loaded.config.runner.kernels_dir)
-    levels, flags = levels_of(machine()), processor_flags()
-    if not levels:
-        print(f"There are kernels for {' and '.join(MACHINES)}, and this is {machine()}: plain torch serves, slower.")
-        return 0
-    lacking = {level.name: level.lacking(flags) for level in levels}
-    paths = {level.name: find_built(level, kernels_dir) for level in levels}
-    width = max(map(len, paths))
-    for name, path in paths.items():
-        has = f"this processor lacks {', '.join(lacking[name])}" if lacking[name] else "this processor has it"
-        print(f"{name:<{width}}  {has}  {path or 'not built'}")
-    runnable = [name for name in paths if not lacking[name]]
-    used = next((name for name in reversed(runnable) if paths[name]), None)
-    print(f"`auto` takes {used or 'none: without kernels all is computed by plain torch, slower'}.")
-    if runnable and used != runnable[-1]:
-        print(f"{runnable[-1]} would be faster: run `roseinfer kernels build`.")
-    return 0
+    return kernels.build(arguments.level, loaded.config, os.environ.get("CXX") or None)
 
 
 def _config(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:

@@ -149,7 +149,7 @@ def test_list_shows_what_is_used_and_what_would_be_faster(
     arguments = ["--runner.kernels-dir", str(tmp_path / "out")]
     assert main(["kernels", "build", *arguments, "--level", built]) == 0
     capsys.readouterr()
-    monkeypatch.setattr("roseinfer.cli.main.processor_flags", lambda: frozenset(flags.split()))
+    monkeypatch.setattr("roseinfer.cli.kernels.processor_flags", lambda: frozenset(flags.split()))
     assert main(["kernels", "list", *arguments]) == 0
     assert capsys.readouterr().out.splitlines()[len(NAMES_HERE) :] == expected
 
@@ -158,8 +158,8 @@ def test_list_shows_what_is_used_and_what_would_be_faster(
 def test_list_shows_the_levels_of_this_architecture(
     sources: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
-    monkeypatch.setattr("roseinfer.cli.main.machine", lambda: target)
-    monkeypatch.setattr("roseinfer.cli.main.processor_flags", lambda: frozenset({"asimd"}))
+    monkeypatch.setattr("roseinfer.cli.kernels.machine", lambda: target)
+    monkeypatch.setattr("roseinfer.cli.kernels.processor_flags", lambda: frozenset({"asimd"}))
     assert main(["kernels", "list", "--runner.kernels-dir", str(tmp_path / "out")]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = [level.name for level in library.levels_of(target)]
@@ -171,7 +171,7 @@ def test_list_shows_the_levels_of_this_architecture(
 
 
 def test_list_where_there_are_no_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roseinfer.cli.main.machine", lambda: "riscv64")
+    monkeypatch.setattr("roseinfer.cli.kernels.machine", lambda: "riscv64")
     assert main(["kernels", "list"]) == 0
     told = "There are kernels for x86_64 and aarch64, and this is riscv64: plain torch serves, slower.\n"
     assert capsys.readouterr().out == told
