@@ -1,4 +1,4 @@
-"""Prints the configuration: `config show`, `config schema` and `config docs`, from what `tree.py` says of it."""
+"""Prints the configuration: `config show`, `config schema` and `config docs`, from what `options.py` says."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Chooses how many prompt tokens a step computes beside decoding rows, from what recent steps took.
+"""Sizes the chunks of prompts that a step computes beside decoding rows, from what recent steps took.
 
 Prompts lengthen the gap between two tokens of every stream that decodes. With a target the gap is held to it. Without
 one a step takes 30 ms, which no reader notices, or twice what its decoding rows take alone, whichever is longer. It

@@ -1,8 +1,9 @@
-"""Drafts tokens that a grammar forces, or that repeat what a sequence has said, and decides how many a step verifies.
+"""Speculative decoding without a second model: drafts what a grammar forces, or what repeats the text of a sequence.
 
-A repeating draft continues the earlier place that resembles the end of the text most. Nothing is kept of it: the search
-is a few comparisons over the token ids in the slot table. What is learned is how often drafts of a slot held; what a
-further row adds to the time of a step is known from the steps before.
+A repeating draft, elsewhere called prompt lookup, continues the earlier place that resembles the end of the text most.
+Nothing is kept of it: the search is a few comparisons over the token ids in the slot table. What is learned is how
+often drafts of a slot held; what a further row adds to the time of a step is known from the steps before. Both decide
+how many drafted tokens a step verifies.
 """
 
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Wraps each handler: request ids, the access log, errors as JSON, API keys, admission, and odd heads."""
+"""Wraps each handler: request ids, the access log, errors as JSON, API keys, CORS, admission, and odd heads."""
 
 import asyncio
 import contextlib
@@ -304,7 +304,7 @@ async def refuse_odd_heads(request: web.Request, handler: Handler) -> web.Stream
 
 @web.middleware
 async def answer_preflight(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer a browser that asks, without a key, whether a page of another origin may send a request."""
+    """Answer a CORS preflight: a browser asks, without a key, whether a page of another origin may send a request."""
     wanted = request.headers.get("Access-Control-Request-Method")
     if request.method != "OPTIONS" or wanted is None or not request.app[SERVICE].config.allowed_origins:
         return await handler(request)

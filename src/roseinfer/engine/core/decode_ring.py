@@ -1,4 +1,4 @@
-"""Selects which decoding sequences are in a step, in turns when they are too many for one, and looks ahead for them."""
+"""Selects the decoding sequences of a step, round robin when they are too many for one, and looks ahead for them."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterator

@@ -75,9 +75,9 @@ class Scheduler:
         self.sequences: dict[str, Sequence] = {}  # every unfinished one by request id
         self.deadlines = Deadlines()
         self.num_added = 0
-        drafts, table = config.speculation, self._table
-        fixed = None if drafts == "auto" else int(drafts) if drafts != "off" else 0
-        self.speculation = make_drafter(table, fixed) if make_drafter and fixed != 0 else None
+        drafts = 0 if config.speculation == "off" else config.speculation
+        fixed = None if drafts == "auto" else drafts
+        self.speculation = make_drafter(self._table, fixed) if make_drafter and drafts != 0 else None
         self._pacer = pacer if pacer and (pacer.cuts or self.speculation) else None  # else what it learns is of no use
         self.ring = DecodeRing(self.limits.max_num_seqs)
         self._plan = Plan(self._table)

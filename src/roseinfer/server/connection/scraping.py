@@ -1,4 +1,4 @@
-"""Answers scrapers before aiohttp has to.
+"""Answers scrapes of `/metrics` before aiohttp has to, in the process that has the metrics.
 
 Pickers of gateways ask each server for its metrics every 50 ms, on connections that they use for nothing else. Through
 aiohttp and our middlewares such a request takes most of a millisecond of a core that streams want, nearly all for
