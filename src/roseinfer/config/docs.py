@@ -7,8 +7,9 @@ from typing import Any
 
 import msgspec
 
-from roseinfer.config.options import Config, Option, options
+from roseinfer.config.options import Config, options
 from roseinfer.config.sources import FOREIGN_VARIABLES, LoadedConfig
+from roseinfer.config.values import Option
 
 _HEAD = """\
 # Configuration

@@ -14,8 +14,9 @@ from typing import Annotated, Any, NoReturn
 import msgspec
 from msgspec import Meta
 
-from roseinfer.config.options import Option, options, refusal_of
+from roseinfer.config.options import options
 from roseinfer.config.sources import Given, closest
+from roseinfer.config.values import Option, refusal_of
 from roseinfer.errors import ConfigError
 
 Positive = Annotated[int, Meta(ge=1)]

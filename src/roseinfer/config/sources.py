@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, get_type_hints
 import yaml
 
 from roseinfer.config.api_keys import KEYS_VARIABLE
-from roseinfer.config.options import ENVIRONMENT_PREFIX, Config, options, shown
+from roseinfer.config.options import Config, options
+from roseinfer.config.values import ENVIRONMENT_PREFIX, shown
 from roseinfer.errors import ConfigError
 
 MAX_PROBLEM_CHARS = 300

@@ -7,7 +7,8 @@ from typing import Annotated, Any, TypeGuard
 import msgspec
 from msgspec import Meta
 
-from roseinfer.config.options import Config, shown
+from roseinfer.config.options import Config
+from roseinfer.config.values import shown
 from roseinfer.errors import ConfigError, InvalidRequest
 from roseinfer.messages import SamplingParams, check_text, check_value
 from roseinfer.records import Observer

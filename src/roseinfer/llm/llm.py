@@ -27,7 +27,8 @@ import numpy.typing as npt
 from msgspec import Meta
 
 from roseinfer import wiring
-from roseinfer.config.options import Config, shown
+from roseinfer.config.options import Config
+from roseinfer.config.values import shown
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.errors import (
     EngineError,

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from roseinfer.config.options import shown
+from roseinfer.config.values import shown
 from roseinfer.errors import EngineError, RoseinferError, UnknownRequest
 from roseinfer.messages import TokenLogprobs, check_value
 from roseinfer.records import RequestTimeline

@@ -20,7 +20,8 @@ from starlette.responses import Response, StreamingResponse
 
 from roseinfer.bench.load import launcher
 from roseinfer.config import sources
-from roseinfer.config.options import Config, options, shown
+from roseinfer.config.options import Config, options
+from roseinfer.config.values import shown
 from roseinfer.errors import ConfigError, EngineDead
 from roseinfer.ray.resources import resources_of
 from roseinfer.server.api.errors import error_body
