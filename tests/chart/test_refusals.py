@@ -129,6 +129,14 @@ CONTRADICTIONS = [
         "{modelCache: {enabled: true, accessModes: [ReadOnlyMany], prefetchJob: {enabled: true}}}",
         "modelCache.prefetchJob.enabled and modelCache.accessModes is ReadOnlyMany",
     ),
+    (
+        "{config: {model: {revision: v2}}, model: {source: 'pvc://models/a'}}",
+        "config.model.revision is v2 and the model is /mnt/models/models/a, which has no revisions",
+    ),
+    (
+        "{config: {observe: {capture_dir: /captures}}}",
+        "config.observe.capture_dir is /captures, and nothing is mounted there that the server can write to",
+    ),
     ("{profiling: {enabled: true}}", "profiling.enabled needs apiKeys.existingSecret"),
     ("{profiling: {nsys: {enabled: true}}}", "profiling.nsys.enabled needs profiling.enabled"),
     ("{tracing: {enabled: true}}", "tracing.enabled needs tracing.endpoint"),

@@ -173,6 +173,21 @@ shorter grace period lets the kubelet cut streams that were promised to end.
 {{- if and .Values.profiling.nsys.enabled (not .Values.profiling.enabled) }}
 {{- fail "profiling.nsys.enabled needs profiling.enabled" }}
 {{- end }}
+{{- $path := include "roseinfer.option" (dict "context" . "section" "model" "name" "path" "default" "roseinfer/demo") }}
+{{- $revision := include "roseinfer.option" (dict "context" . "section" "model" "name" "revision" "default" "") }}
+{{- if and $revision (or (hasPrefix "/" $path) (contains "://" $path) (eq $path "roseinfer/demo")) }}
+{{- fail (printf "config.model.revision is %s and the model is %s, which has no revisions: only what comes from Hugging Face has" $revision $path) }}
+{{- end }}
+{{- $captures := include "roseinfer.option" (dict "context" . "section" "observe" "name" "capture_dir" "default" "") }}
+{{- $isWritable := false }}
+{{- range include "roseinfer.volumeMounts" . | fromYamlArray }}
+{{- if and (not .readOnly) (hasPrefix (printf "%s/" (trimSuffix "/" .mountPath)) (printf "%s/" $captures)) }}
+{{- $isWritable = true }}
+{{- end }}
+{{- end }}
+{{- if and (hasPrefix "/" $captures) (not $isWritable) (get (.Values.securityContext | default dict) "readOnlyRootFilesystem") }}
+{{- fail (printf "config.observe.capture_dir is %s, and nothing is mounted there that the server can write to: take a folder of /tmp, or mount a volume by extraVolumes and extraVolumeMounts" $captures) }}
+{{- end }}
 {{- if and .Values.tracing.enabled (not .Values.tracing.endpoint) }}
 {{- fail "tracing.enabled needs tracing.endpoint" }}
 {{- end }}
