@@ -26,7 +26,7 @@ Child = tuple[str, ...]  # the values of a metric's own labels
 
 
 class Running(msgspec.Struct, frozen=True, kw_only=True):
-    """All counts of one moment, since the server's start."""
+    """All counts of one moment, since the server's start, and the newest step."""
 
     counters: list[tuple[str, list[str], float]]  # metric, label values and count, where that is not 0
     num_received: int
@@ -34,6 +34,8 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     num_restarts: int
     stands_since_ns: int
     start_unix_s: float
+    last_step: StepRecord | None
+    last_step_end_ns: int
     num_refusals: dict[str, int]
     num_drafts: dict[str, int]
     num_violations: dict[Invariant, int]
@@ -47,7 +49,15 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     num_finished: int
 
 
-_PLAIN = ("num_received", "num_finished", "num_restarts", "stands_since_ns", "start_unix_s")
+_PLAIN = (
+    "num_received",
+    "num_finished",
+    "num_restarts",
+    "stands_since_ns",
+    "start_unix_s",
+    "last_step",
+    "last_step_end_ns",
+)
 
 
 class Totals(Observer):

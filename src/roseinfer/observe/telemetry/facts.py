@@ -162,6 +162,8 @@ class Resumed(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     requests: list[InFlight]
     num_dropped: int  # facts, since the server's start
     num_restarts: int  # of the telemetry process
+    spent_ns: int  # as in a batch
+    num_dropped_log_lines: int  # likewise
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):

@@ -180,13 +180,16 @@ class Forwarder(WriteObserver):
             self._ended,
             self._refusals,
             interruptions,
-            self.hub.spent_ns + self._spent_ns,
+            self._all_spent_ns(),
             self._num_dropped_log_lines(),
         )
         self.num_sent += self._num_facts
         self._begin_batch()
         self._send(batch)
         self._spent_ns += time.monotonic_ns() - began_ns
+
+    def _all_spent_ns(self) -> int:
+        return self.hub.spent_ns + self._spent_ns
 
     def catch_up(self) -> None:
         """Sends all facts so far."""
@@ -220,7 +223,8 @@ class Forwarder(WriteObserver):
         ]
         state = self.totals.state.lifecycle
         self._send, self._has_begun = send, True
-        send(Resumed(state, self._engine, self.totals.running(), requests, self.num_dropped, num_restarts))
+        running, spent_ns, num_log_lines = self.totals.running(), self._all_spent_ns(), self._num_dropped_log_lines()
+        send(Resumed(state, self._engine, running, requests, self.num_dropped, num_restarts, spent_ns, num_log_lines))
 
     def present(self, queue: QueueReport) -> bytes:
         """Returns a `Present`: what no fact says."""

@@ -166,6 +166,7 @@ class Receiver:
         if resumed.state is not self._state:
             self._enter(resumed.state)
         hub.on_resume(list(self._open.values()))
+        self.spent_ns, self.num_dropped_log_lines = resumed.spent_ns, resumed.num_dropped_log_lines
         observation.metrics.resume(resumed.running, resumed.num_dropped, resumed.num_restarts)
         if resumed.engine is not None and resumed.engine != observation.flight.engine_info:
             observation.set_engine_info(resumed.engine)

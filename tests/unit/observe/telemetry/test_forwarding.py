@@ -227,6 +227,31 @@ async def test_after_a_loss_all_totals_are_exact_and_the_laws_hold(seed: int, is
     assert ends.observation.flight.in_flight == []
 
 
+async def test_a_new_process_shows_at_once_what_was_true_before_the_next_step() -> None:
+    """A counter that began at 0 and then jumped would be a burst to a rate."""
+    ends = Ends()
+    ends.forwarder = Forwarder(lambda: 7)
+    ends.begin()
+    ends.forwarder.hub.on_lifecycle(LifecycleState.READY)
+    ends.forwarder.set_engine_info(ENGINE)
+    traffic = Serving(ends.forwarder.hub)
+    traffic.arrive(3)
+    traffic.step(5 * MS, 1)
+    before, spent_ns = ends.page(), ends.receiver.spent_ns
+    ends.restart()
+    after = ends.page()
+    for name in (
+        *("roseinfer_num_requests_running", "roseinfer_kv_cache_usage_ratio"),
+        "roseinfer_engine_last_step_timestamp_seconds",
+    ):
+        assert after.value(name) == pytest.approx(before.value(name)) != 0, name
+    for state in ("used", "cached", "free", "total"):
+        blocks = [page.value("roseinfer_kv_cache_blocks", state=state) for page in (before, after)]
+        assert blocks[0] == blocks[1], state
+    assert ends.receiver.num_dropped_log_lines == 7
+    assert ends.receiver.spent_ns >= spent_ns > 0
+
+
 def traffic_in_flight(traffic: Traffic) -> list[RequestTimeline]:
     return sorted(traffic.running + traffic.waiting, key=lambda timeline: timeline.serial)
 
@@ -328,6 +353,6 @@ async def test_a_trace_has_the_caller_s_id_in_both_processes() -> None:
 async def test_who_cannot_observe_says_why() -> None:
     receiver = Receiver()
     receiver.refuse(ConfigError("No such rule.", param="observe.capture_rules"))
-    receiver.take(Resumed(LifecycleState.STARTING, None, Forwarder().totals.running(), [], 0, 0))
+    receiver.take(Resumed(LifecycleState.STARTING, None, Forwarder().totals.running(), [], 0, 0, 0, 0))
     with pytest.raises(ConfigError, match="No such rule"):
         await receiver.replies()["ready"](b"")
