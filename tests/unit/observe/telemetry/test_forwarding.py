@@ -38,7 +38,8 @@ COUNTED = (
 )
 OF_THE_PROCESS = (
     *("roseinfer_observability", "roseinfer_scrape_duration", "roseinfer_gc_pause", "roseinfer_telemetry"),
-    *("roseinfer_engine_last_step_timestamp", "roseinfer_slow_gaps"),  # the latter: by what came just before
+    *("roseinfer_engine_last_step_timestamp", "roseinfer_host_steal"),
+    "roseinfer_slow_gaps",  # by what came just before
 )
 
 
