@@ -343,6 +343,8 @@ class Checkpoint:
                 if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
                     _refuse(f"{self.directory / index}: {file!r} is no safetensors file beside it.")
             shards = {str(file): frozenset(self._open(str(file)).keys()) for file in set(weight_map.values())}
+            if _WEIGHTS_FILE not in shards and (self.directory / _WEIGHTS_FILE).exists():  # left by another save
+                _log.warning("%s says where the weights are; %s beside it is not read", index, _WEIGHTS_FILE)
             for name, file in weight_map.items():
                 if name not in shards[file]:
                     _refuse(f"{self.directory / file} has no tensor {name}, where {index} places it.")

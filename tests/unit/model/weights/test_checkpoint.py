@@ -225,6 +225,20 @@ def test_eos_ids(
         assert checkpoint.eos_token_ids(vocab_size=131) == expected
 
 
+def test_a_single_file_beside_an_index_is_said_to_be_passed_over(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two saves into one directory leave both, and transformers would read the other one."""
+    expected, single = head_of(directory), (directory / "model.safetensors").read_bytes()
+    shard(directory)
+    assert torch.equal(head_of(directory), expected)
+    assert caplog.messages == []
+    (directory / "model.safetensors").write_bytes(single)
+    change_tensors(directory, lambda tensors: tensors["wte.weight"].mul_(2))
+    assert torch.equal(head_of(directory), expected)
+    assert "model.safetensors beside it is not read" in caplog.text
+
+
 ADDED = {"added_tokens": [{"id": 7, "content": "<end>", "special": True}]}
 
 
