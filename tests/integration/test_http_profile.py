@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 from aiohttp import web
 
 from roseinfer.messages import ProfileEnded
 from roseinfer.server.middleware import answer_errors, identify
+from roseinfer.server.ops.front_end import FrontEnd
 from roseinfer.server.ops.profile import route
 from roseinfer.server.port import PORT
 from tests.unit.server.harness import Answer, ScriptedEngine, Server, answering, serving
@@ -41,6 +43,33 @@ async def test_it_answers_at_once_with_the_directory(query: str, num_steps: int)
         answer = await profile(server, query)
     assert (answer.status, answer.json) == (202, {"directory": "traces/new", "num_steps": num_steps})
     assert [profile[:2] for profile in server.engine.profiles] == [(num_steps, "traces/new")]
+
+
+class LateFrontEnd:
+    """Answers after any time that one would wait."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def ask(self, name: str, payload: bytes = b"", timeout_s: float | None = None) -> bytes:
+        self.asked.append(name)
+        if timeout_s is not None:
+            raise TimeoutError
+        return msgspec.msgpack.encode(ProfileEnded(20, "")) if name == "end_profile" else b""
+
+    def ask_then(self, name: str, payload: bytes, timeout_s: float, take: Callable[[bytes | None], None]) -> None:
+        raise AssertionError(name)
+
+    def tell(self, name: str, payload: bytes) -> None:
+        raise AssertionError(name)
+
+
+async def test_a_front_end_that_is_late_begins_the_profile_that_is_answered() -> None:
+    """Given up, it would begin all the same, in a directory that no answer has named."""
+    late = LateFrontEnd()
+    ended = await FrontEnd(late, lambda _: None).profile(20, "new")
+    assert (await ended).num_steps == 20
+    assert late.asked == ["begin_profile", "end_profile"]
 
 
 @pytest.mark.parametrize("steps", ["0", "201", "-1", "1.5", "many", "", "9" * 5000])
