@@ -346,6 +346,13 @@ def test_a_head_that_needs_more_than_hidden_rows_is_refused(
         load(random_model(model_type, **HEADS | shape), tmp_path)
 
 
+def test_an_untested_type_whose_head_passes_over_its_base(tmp_path: Path) -> None:
+    """Whisper's decoder is within the base, and its head calls that alone."""
+    shape = {"d_model": 64, "decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 96}
+    runner = load(random_model("whisper", **shape, max_target_positions=64, max_position_embeddings=64), tmp_path)
+    assert runner.info.model_type == "whisper"
+
+
 @torch.inference_mode()
 def test_yarn_stretches_the_context_it_was_trained_on(tmp_path: Path) -> None:
     """As in the families with files of ours: config.json may still name the context of the training."""
@@ -381,6 +388,7 @@ def test_an_untested_type_whose_first_position_is_not_0_is_refused(tmp_path: Pat
         ("gemma2", {"hidden_activation": "x"}, "KeyError .*x"),
         ("gemma2", {"num_attention_heads": 0}, "transformers cannot load it: "),
         ("gemma2", {"architectures": 5}, "architectures 5 is no list of names"),
+        ("gemma2", {"text_config": {"head_dim": 8}}, "is a gemma2, which has no text_config"),
         ("gemma2", {"sliding_window": 0}, "has a window without keys"),
         ("gemma2", {"is_causal": False}, "sees the tokens behind each token too \\(is_causal in config.json"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "too \\(use_bidirectional_attention in config.json"),

@@ -184,17 +184,14 @@ class TransformersModel:
         """Hidden rows and logits of a short text by transformers alone, which counts its positions itself."""
         token_ids, _ = _short_text(self.vocab_size)
         self._model.set_attn_implementation("eager")
-        outputs: list[Any] = []
-        hook = self._base.register_forward_hook(lambda *passed: outputs.append(passed[-1]))
         try:
             with torch.inference_mode():
+                hidden = self._base(input_ids=token_ids[None], use_cache=False)[0][0]
                 logits = self._model(input_ids=token_ids[None], use_cache=False).logits[0]
         except MODEL_ERRORS as error:
             refuse(checkpoint, f"is a {self.model_type}, which transformers cannot compute ({reason_of(error)})")
-        finally:
-            hook.remove()
         self._model.set_attn_implementation(IN_STEPS)
-        return outputs[0][0][0].float(), logits.float()
+        return hidden.float(), logits.float()
 
     def _compare(self, expected: tuple[torch.Tensor, torch.Tensor], checkpoint: Checkpoint) -> None:
         """Refuse a model, of a type that no test compares, whose hidden rows or logits are not transformers' own."""

@@ -193,6 +193,8 @@ def reason_of(error: Exception) -> str:
 def _model_class(config: Any, checkpoint: Checkpoint) -> Any:
     """The class of transformers that computes it. Raises ConfigError for a model that cannot be served."""
     text = config.get_text_config(decoder=True)
+    if not isinstance(text, transformers.PreTrainedConfig):
+        refuse(checkpoint, f"is a {config.model_type}, which has no text_config")
     if config.is_encoder_decoder:
         refuse(checkpoint, "is an encoder and a decoder")
     known = transformers.AutoModelForCausalLM._model_mapping  # noqa: SLF001
