@@ -243,15 +243,19 @@ def test_a_reader_that_leaves_ends_no_batch(tmp_path: Path) -> None:
     assert [answer["custom_id"] for answer in read(output)] == ["a"]
 
 
-def test_a_signal_ends_it_and_says_how_to_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["INT", "TERM", "HUP"]
+)
+def test_a_signal_or_two_end_it_and_say_how_to_go_on(number: signal.Signals, code: int, tmp_path: Path) -> None:
     source = write(tmp_path / "in", [chat(str(i), "x", max_completion_tokens=64) for i in range(3000)])
     with subprocess.Popen(command_of(source, tmp_path / "out"), stdout=subprocess.PIPE, text=True) as process:
         journal, deadline = tmp_path / "out.partial", time.monotonic() + 60
         while (journal.read_bytes().count(b"\n") if journal.exists() else 0) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
+        process.send_signal(number)
         said, _ = process.communicate(timeout=30)
-    assert process.returncode == 143
+    assert process.returncode == code
     assert "of 3000 lines are answered; the same command goes on" in said
     assert read(journal)

@@ -3,7 +3,6 @@
 import asyncio
 import codecs
 import os
-import signal
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -20,9 +19,9 @@ from roseinfer.config.options import Config
 from roseinfer.errors import ConfigError, EngineError, InvalidRequest
 from roseinfer.observe.gaps import intervals
 from roseinfer.records import RequestTimeline
+from roseinfer.runtime.interrupts import run_until_signal
 from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
 
-EXIT_TERMINATED = 143
 _REPORT_INTERVAL_S = 2.0
 
 
@@ -40,10 +39,8 @@ def run(file: Path, output: Path, config: Config, answer: "AnswerAll | None" = N
             say(f"going on: {journal.num_answers} of {num_lines} lines are answered already, in {journal.path}")
         try:
             (answer or answer_here)(file, num_lines, journal, config, tally)
-        except (asyncio.CancelledError, KeyboardInterrupt, EngineError) as error:
+        except (SystemExit, KeyboardInterrupt, EngineError):  # the first is a signal's
             say(f"stopped: {journal.num_answers} of {num_lines} lines are answered; the same command goes on")
-            if isinstance(error, asyncio.CancelledError):  # by SIGTERM
-                raise SystemExit(EXIT_TERMINATED) from None
             raise
         errors = journal.finish()
         say(*tally.lines(journal))
@@ -171,7 +168,7 @@ AnswerAll = Callable[[Path, int, Journal, Config, Tally], None]
 
 def answer_here(file: Path, num_lines: int, journal: Journal, config: Config, tally: Tally) -> None:
     """Answer all lines by one engine of this machine."""
-    asyncio.run(answer_all(file, num_lines, journal, config, tally))
+    run_until_signal(answer_all(file, num_lines, journal, config, tally))
 
 
 async def answer_all(file: Path, num_lines: int, journal: Journal, config: Config, tally: Tally) -> None:
@@ -180,9 +177,6 @@ async def answer_all(file: Path, num_lines: int, journal: Journal, config: Confi
     first = next(lines, None)
     if first is None:  # a run was killed between its last answer and its end
         return
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with show_loading(config.model.path) as on_progress:
         engine = LineEngine(config, on_progress)
         await engine.start()

@@ -20,6 +20,7 @@ from roseinfer.bench.definitions import Observed
 from roseinfer.bench.load.connection import Connection, Reader, open_connection
 from roseinfer.bench.load.endpoint import Endpoint, authorization
 from roseinfer.bench.load.event_stream import DATA, read_answer
+from roseinfer.runtime.interrupts import run_until_signal
 
 HEAD_START_NS = 50_000_000  # before the first request is due
 
@@ -108,7 +109,7 @@ class LoadClient:
         gc.collect()
         gc.disable()
         try:
-            return asyncio.run(self._run(requests))
+            return run_until_signal(self._run(requests))
         finally:
             gc.enable()
 
