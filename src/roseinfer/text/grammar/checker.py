@@ -87,6 +87,9 @@ class GrammarChecker:
 
         That a child was slow, or ended, may be due to the machine, or to the grammars before. Raises NotReady.
         """
+        process = self._child.process
+        if process is not None and process.poll() is not None:  # while it had nothing to do: no grammar's fault
+            self._child.end()
         if not self._unusable and self._child.process is None:
             self._set_up()
         if self._unusable:
