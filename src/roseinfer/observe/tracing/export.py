@@ -56,6 +56,7 @@ class SpanExport(SpanProcessor):
         provider: TracerProvider,
         exporters: Sequence[SpanExporter],
         max_queued: int,
+        max_batch: int,
         on_lost: Callable[[int], None],
     ) -> None:
         """`on_lost` is as for an outlet. Raises ConfigError for limits that exclude each other."""
@@ -69,7 +70,10 @@ class SpanExport(SpanProcessor):
         self._failures = otel.Failures("spans")
         self._outlets = [Outlet(exporter, self._failures, on_lost) for exporter in exporters]
         try:
-            self._batches = [BatchSpanProcessor(outlet, max_queue_size=max_queued) for outlet in self._outlets]
+            self._batches = [
+                BatchSpanProcessor(outlet, max_queue_size=max_queued, max_export_batch_size=max_batch)
+                for outlet in self._outlets
+            ]
         except ValueError as error:
             raise ConfigError(str(error), param="OTEL_BSP_MAX_EXPORT_BATCH_SIZE") from None
         provider.add_span_processor(self)

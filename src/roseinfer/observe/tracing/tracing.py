@@ -31,7 +31,7 @@ from roseinfer.observe.tracing.head_sampling import HeadSampler, make_propagator
 from roseinfer.observe.tracing.spans import MAX_GAP_EVENTS, PlannedIds, Spans, TraceContext, Value
 from roseinfer.records import Advanced, FinishReason, LifecycleState, Observer, RequestTimeline, StepRecord
 
-_DEFAULT_MAX_QUEUED = "2048"  # spans, as in the SDK
+_DEFAULT_MAX_QUEUED, _DEFAULT_MAX_BATCH = 2048, 512  # spans, as in the SDK, which refuses a batch above the queue
 _MAX_RECENT_STEPS = 256  # in which a slow gap is looked up that has just been found
 _NUM_STEP_STAMPS = 1 << 16  # steps back to which a token finds the id of its step
 
@@ -193,13 +193,15 @@ def make_tracing(
     ids = PlannedIds()
     head_sampler = HeadSampler(make_sampler(environment, options.ratio), make_propagator(environment), ids, attributes)
     exporters = otel.make_exporters("traces", exporter_names, options.endpoint, environment)
-    _, max_queued = otel.given(environment, "OTEL_BSP_MAX_QUEUE_SIZE")
+    max_queued = int(otel.given(environment, "OTEL_BSP_MAX_QUEUE_SIZE")[1] or _DEFAULT_MAX_QUEUED)
+    _, given_batch = otel.given(environment, "OTEL_BSP_MAX_EXPORT_BATCH_SIZE")
+    max_batch = int(given_batch or min(max_queued, _DEFAULT_MAX_BATCH))
     provider = _make_provider(ids, version)
 
     def on_lost(trace_id: int) -> None:
         metrics.forget_exemplars(format_trace_id(trace_id))
 
-    export = SpanExport(provider, exporters, int(max_queued or _DEFAULT_MAX_QUEUED), on_lost)
+    export = SpanExport(provider, exporters, max_queued, max_batch, on_lost)
     offset_ns = time.time_ns() - time.monotonic_ns()
     spans = Spans(provider.get_tracer("roseinfer", version), ids, offset_ns, attributes)
     tracing = Tracing(options, head_sampler, spans, export, metrics)

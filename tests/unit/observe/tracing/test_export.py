@@ -22,16 +22,15 @@ from tests.collector import receiving
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
-    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "8")
 
 
 class Way:
     """From a tracer to an exporter; what it lost."""
 
-    def __init__(self, exporter: SpanExporter, max_queued: int = 1000) -> None:
+    def __init__(self, exporter: SpanExporter, max_queued: int = 1000, max_batch: int = 8) -> None:
         provider = TracerProvider(shutdown_on_exit=False)
         self.lost_traces: set[int] = set()
-        self.export = SpanExport(provider, [exporter], max_queued, self.lost_traces.add)
+        self.export = SpanExport(provider, [exporter], max_queued, max_batch, self.lost_traces.add)
         self._tracer: Tracer = provider.get_tracer("test")
 
     def put(self, *names: str) -> bool:
@@ -174,10 +173,9 @@ def test_an_outage_is_one_line_with_its_reason_and_its_end_another(caplog: pytes
     assert last.getMessage() == "the collector takes spans again"
 
 
-def test_limits_that_exclude_each_other_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "100")
+def test_limits_that_exclude_each_other_are_refused_by_name() -> None:
     with pytest.raises(ConfigError) as refusal:
-        Way(Stuck(), max_queued=50)
+        Way(Stuck(), max_queued=50, max_batch=100)
     assert refusal.value.param == "OTEL_BSP_MAX_EXPORT_BATCH_SIZE"
     with pytest.raises(ConfigError) as refusal:
         Way(Stuck(), max_queued=MAX_SPANS - 1)
