@@ -84,7 +84,7 @@ class CallShape(msgspec.Struct, frozen=True):
     """The form of a call of one function, with fixed text before and after its arguments.
 
     These are JSON by the schema, or parameters in their order with a text between any two; the schema is then the one
-    that references in those of the parameters go by, and empty where there are none.
+    that references in those of the parameters go by, at least as much of it as they need.
     """
 
     before: str

@@ -1,5 +1,6 @@
 """What one request allows the model to call, and the grammar that forces a call."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from roseinfer.text.grammar.source import encode_source
 
 MAX_FORCED_CALLS = 16  # in one answer; a small model would go on until its tokens are used up
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ELSEWHERE = re.compile(r'"\$ref":"#(?!/\$defs/|/definitions/)')
 _OF_WHOLE_OBJECTS = frozenset(
     {
         *("anyOf", "oneOf", "not", "if", "enum", "const", "minProperties", "maxProperties", "propertyNames"),
@@ -68,8 +70,10 @@ def _shape(form: ToolFormat, function: Function) -> CallShape:
     ]
     if (odd := next((key for key in properties if not form.can_write(key)), None)) is not None:
         raise _refusal(f"The model's calls cannot hold a parameter called {odd[:100]!r}, as `{function.name}` has.")
-    refers = '"$ref"' in encode_source(properties, "tools")
-    return CallShape(before, schema if refers else {}, form.after_call, shapes, marks.between, function.name)
+    shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    refers_elsewhere = _ELSEWHERE.search(encode_source([properties, shared], "tools")) is not None
+    whole = schema if refers_elsewhere else shared
+    return CallShape(before, whole, form.after_call, shapes, marks.between, function.name)
 
 
 def _properties(schema: dict[str, Any], name: str) -> tuple[dict[str, dict[str, Any]], set[str]]:
