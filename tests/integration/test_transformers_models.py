@@ -58,6 +58,13 @@ SMALL: dict[str, Any] = {
 }
 WINDOW = {"sliding_window": 24}
 HEADS = {"head_dim": 16}
+ROPE_192 = {
+    "rope_type": "yarn",
+    "rope_theta": 150_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 48,
+    "truncate": False,
+}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
     "apertus": {},
@@ -78,7 +85,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": HEADS,
     "glm4_moe": EXPERTS | HEADS | {"n_routed_experts": 4, "first_k_dense_replace": 1},
     "gpt_neox": {},
-    "gpt_oss": WINDOW | HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": WINDOW | HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2} | {"rope_parameters": ROPE_192},
     "granite": {
         "logits_scaling": 3.0,
         "attention_multiplier": 0.2,
