@@ -4,6 +4,7 @@ A recording is a NumPy archive, `numpy.load(path)["steps"]`, so it can be read w
 `time.monotonic_ns()` on the recorded host; `meta.clock` places them on the calendar.
 """
 
+import os
 import struct
 import tokenize
 import zipfile
@@ -139,11 +140,12 @@ class Recording:
         return min(stamps, default=0)
 
     def save(self, path: Path) -> None:
-        """Writes the file, whole or not at all; a pipe or a device stays what it is. Raises OSError."""
+        """Writes the file, whole or not at all; a link, a pipe or a device stays what it is. Raises OSError."""
         if path.exists() and not path.is_file():
             with path.open("wb") as file:
                 self.write(file)
             return
+        path = Path(os.path.realpath(path))
         scratch = path.with_name(f".{path.name}.part")
         with scratch.open("wb") as file:
             self.write(file)

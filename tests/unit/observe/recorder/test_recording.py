@@ -92,6 +92,14 @@ def test_a_recording_of_an_earlier_format_counts_nothing_of_what_came_later(
     assert Recording.load(path).steps.tolist() == today.tolist()
 
 
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "file")
+    make_recording().save(link)
+    assert link.is_symlink()
+    assert Recording.load(tmp_path / "file") is not None
+
+
 def test_a_pipe_stays_one(tmp_path: Path) -> None:
     """As of `--recording >(program)`; a root's /dev/null would become a file likewise."""
     pipe = tmp_path / "pipe"
