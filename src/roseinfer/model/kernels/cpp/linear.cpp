@@ -63,8 +63,10 @@ constexpr int64_t kReadOnce = 512 << 10;      // bytes; a model has some dozens 
 // 2026-11-27): there the line goes to the nearest cache alone.
 #if defined(__x86_64__)
 const bool kReadsOnce = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
+// Whether one row of int4 is faster without prefetches: on Zen 4 (docs/log.md, 2026-11-28).
+const bool kReadsAhead = (__builtin_cpu_init(), __builtin_cpu_is("amdfam19h"));
 #else
-const bool kReadsOnce = true;
+const bool kReadsOnce = true, kReadsAhead = false;
 #endif
 
 struct Int4 {
@@ -403,6 +405,7 @@ void multiply_chunk(const Linear& linear, const Block& all, int64_t num_rows, co
         block.sums = all.sums + row * kPanel;
         block.is_read_once = num_blocks == 1 && all.is_read_once;
         block.ahead = num_blocks == 1 ? all.weight + kNear : all.ahead + num_steps * index / num_blocks * step * kPanel;
+        if (kReadsAhead && kIsInt4<T> && num_rows == 1) block.every = block.num_words + 1;  // never, but for the first
         if (block.is_last) ask_for_outputs(out + row * linear.num_outputs, linear.num_outputs, end - row);
         multiply_block<T>(end - row, block);
     }
