@@ -32,10 +32,12 @@ def send_request(server: Server, body: dict[str, object], receive_bytes: int = 0
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Everything until the server closes."""
+    """Everything until the stream's last chunk, or until the server closes."""
+    text = b""
     with connection:
-        pieces = iter(lambda: connection.recv(65536), b"")
-        return b"".join(pieces)
+        while not text.endswith(b"\r\n0\r\n\r\n") and (piece := connection.recv(65536)):
+            text += piece
+    return text
 
 
 def reset(connection: socket.socket) -> None:

@@ -210,7 +210,9 @@ def test_ray_is_asked_for_where_it_is_missing(
 
 
 def command_of(source: Path, output: Path) -> list[str]:
-    program = "import sys; from roseinfer.cli.main import main; sys.exit(main())"
+    """It hears of SIGHUP also where the tests do not, as under `nohup`."""
+    heard = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+    program = heard + "from roseinfer.cli.main import main; sys.exit(main())"
     return [sys.executable, "-c", program, "batch", "--input", str(source), "--output", str(output), *FLAGS[2:]]
 
 
