@@ -6,10 +6,9 @@ Entrants whose figures are compared are ready at once and take turns, as in `ben
 weights with llama.cpp's q8_0 or q4_0 and OpenVINO GenAI, a library, or float32 or bfloat16 with vLLM, of which prompts
 alone are compared. The int4 group has our int8 too. Rivals are taken from DIR, where `benchmarks/peers/setup.sh` puts
 them, and run as they come. The memory's bandwidth, which is the roof of one stream, is measured before and after each
-group's workloads, while the entrants rest.
+turn, while all entrants rest.
 """
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from benchmarks.peers import libraries
 from benchmarks.protocol import Entrant, PeerFailed, Worker
 from benchmarks.random_qwen3 import default_directory, make
 from benchmarks.requirements import QWEN3_WEIGHTS
-from benchmarks.roofs import bandwidth_near, measure_bandwidth
+from benchmarks.roofs import read_rate
 from benchmarks.rotation import Limits
 from benchmarks.served import DEFAULT_PEERS
 from benchmarks.servers import (
@@ -37,6 +36,7 @@ from benchmarks.servers import (
 )
 from benchmarks.workloads import QWEN3_WORKLOADS, Words
 from roseinfer.bench.load.launcher import LaunchFailed
+from roseinfer.runtime import memory
 
 MAX_MODEL_LEN = 2048
 NUM_REPEATS = 3
@@ -91,12 +91,9 @@ def versions_of(peers: Path) -> dict[str, str]:
 
 
 def measure(
-    group: Group, versions: Mapping[str, str], words: Words, limits: Limits
-) -> tuple[list[dict[str, Any]], list[float]]:
-    """Start all, run the workloads in turn, and end all. Returns the rows, and the memory's bytes/s before and after.
-
-    Rivals that are not there have rows that say so.
-    """
+    group: Group, versions: Mapping[str, str], words: Words, limits: Limits, bandwidth: Callable[[], float]
+) -> list[dict[str, Any]]:
+    """Start all, run the workloads in turn, and end all. Returns the rows; rivals that are not there have some too."""
     rows: list[dict[str, Any]] = []
     entrants: list[Entrant] = []
     with ExitStack() as stack:
@@ -110,9 +107,7 @@ def measure(
                 rows.append(rotation.absent(name, str(error), group.workloads))
             else:
                 entrants[-1].pause()
-        before = bandwidth_near(measure_bandwidth(0.2)[0], QWEN3_WEIGHTS)
-        rows += rotation.run(entrants, words, group.workloads, limits)
-        return rows, [before, bandwidth_near(measure_bandwidth(0.2)[0], QWEN3_WEIGHTS)]
+        return rows + rotation.run(entrants, words, group.workloads, limits, roof=bandwidth)
 
 
 def main() -> int:
@@ -121,22 +116,19 @@ def main() -> int:
     parser.add_argument("--groups", default="int8,int4,float32,bfloat16", metavar="P,P", help="default: %(default)s")
     arguments = parser.parse_args()
     require_kernels()
-    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # before torch is imported: its arrays on huge pages, as the engine's are
+    memory.prefer_huge_pages()  # for what is read in this process, as an engine has it
     sitting, began = Sitting("qwen3"), time.monotonic()
     model, log = make(default_directory()), arguments.out.with_suffix(".log")
     words, versions = Words(model / "tokenizer.json"), versions_of(arguments.peers)
     limits = Limits(1 if arguments.quick else NUM_REPEATS, BUDGET_S)
     rows: list[dict[str, Any]] = []
-    bandwidths: dict[str, list[float]] = {}
+    bandwidth = read_rate(QWEN3_WEIGHTS)
     with protocol.own_session_raised() as is_raised:
         for precision in ["int4"] if arguments.quick else arguments.groups.split(","):
-            found, bandwidths[precision] = measure(
-                group_of(precision, model, arguments.peers, log), versions, words, limits
-            )
-            rows += [row | {"group": precision} for row in found]
+            group = group_of(precision, model, arguments.peers, log)
+            rows += [row | {"group": precision} for row in measure(group, versions, words, limits, bandwidth)]
             print(f"  {precision} is done after {time.monotonic() - began:.0f} s", flush=True)
-    results = {"versions": versions, "is_raised": is_raised, "bandwidths": bandwidths, "rows": rows}
-    sitting.write(arguments.out, results)
+    sitting.write(arguments.out, {"versions": versions, "is_raised": is_raised, "rows": rows})
     return 0
 
 

@@ -18,7 +18,7 @@ import jinja2
 from benchmarks import requirements, roofs
 from benchmarks.figures import Spread, medians
 from benchmarks.gpu import performance_model
-from benchmarks.requirements import PRECISIONS, REFERENCE, Results, decode_ms, stream_figure
+from benchmarks.requirements import PRECISIONS, REFERENCE, Results, decode_ms, roofs_of_turns, stream_figure
 from benchmarks.workloads import GPT2_WORKLOADS, QWEN3_WORKLOADS
 
 PARTS = {
@@ -125,13 +125,15 @@ def decode_cell(
     figures = [ranged(own)]
     if reference is not None:
         figures.append(f"{reference.median / own.median:.1f}×")
-    roof = None
     if gpu is not None:
         step = performance_model.decode(batch, context)
         roof = performance_model.step_s(performance_model.MODELS["GPT-2 small"], step, gpu) * 1e3
-    elif "roofs" in results:
+        figures.append(f"{roof / own.median:.0%} of {number(roof)}")
+    elif found := roofs_of_turns(results, name, batch, context):
+        of_turn, share = found
+        figures.append(f"{share.median:.0%} of {number(of_turn.median)}")
+    elif "gpu" in results.get("roofs", {}):
         roof = roofs.roof_of(results["roofs"], precision_of(name), batch, context)
-    if roof is not None:
         figures.append(f"{roof / own.median:.0%} of {number(roof)}")
     return "; ".join(figures)
 

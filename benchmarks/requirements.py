@@ -100,11 +100,17 @@ def scaled(spread: Spread | None, factor: float) -> Spread | None:
 
 def decode_ms(results: Results, name: str, batch: int, context: int, part: str = "step") -> Spread | None:
     """Milliseconds of a decode step, or of a phase of it."""
+    row = _decode_row(results, name, batch, context)
+    return Spread(**row[part]) if part in row else None
+
+
+def _decode_row(results: Results, name: str, batch: int, context: int) -> Mapping[str, Any]:
+    """What a subject's turns came to; empty when it had none."""
     for case in results.get("decode", {}).get("cases", ()):
         if (case["batch"], case["context"]) == (batch, context):
-            row = case["subjects"].get(name, {})
-            return Spread(**row[part]) if part in row else None
-    return None
+            found: Mapping[str, Any] = case["subjects"].get(name, {})
+            return found
+    return {}
 
 
 def decode_speedups(results: Results) -> Iterator[Requirement]:
@@ -116,13 +122,22 @@ def decode_speedups(results: Results) -> Iterator[Requirement]:
             yield Requirement(measure, bound, True, "×", ratio(reference, own))
 
 
+def roofs_of_turns(results: Results, name: str, batch: int, context: int) -> tuple[Spread, Spread] | None:
+    """Over a decode step's turns: the roof by that turn's bandwidth, in milliseconds, and its share of the step."""
+    row = _decode_row(results, name, batch, context)
+    if "turns" not in row or "roofs" not in results:
+        return None
+    precision = name.split()[1]
+    peak = results["roofs"]["peak"][precision]
+    found = [roofs.roof_ms(precision, batch, context, bandwidth, peak) for bandwidth, _ in row["turns"]]
+    shares = [roof / step_ms for roof, (_, step_ms) in zip(found, row["turns"], strict=True)]
+    return Spread.of(found), Spread.of(shares)
+
+
 def roof_shares(results: Results) -> Iterator[Requirement]:
     for batch, bound, roof in ((1, 78.0, "bandwidth roof"), (64, 68.0, "compute + KV roof")):
-        own = decode_ms(results, "roseinfer bfloat16", batch, 64)
-        share = None
-        if own and "roofs" in results:
-            floor = roofs.roof_of(results["roofs"], "bfloat16", batch, 64)
-            share = ratio(Spread(floor * 100, floor * 100, floor * 100, own.num_repeats), own)
+        found = roofs_of_turns(results, "roseinfer bfloat16", batch, 64)
+        share = None if found is None else scaled(found[1], 100)
         yield Requirement(
             f"decode step, batch {batch}, context 64, bfloat16: share of the {roof}", bound, True, "%", share
         )
@@ -226,10 +241,16 @@ def memory(results: Results) -> Iterator[Requirement]:
 
 def of_group(results: Results, group: str, name: str, workload: str, figure: str) -> Spread | None:
     """A figure of an entrant where it took turns with the others of its group."""
+    repeats = _repeats_of_group(results, group, name, workload)
+    return Spread.of([repeat[figure] for repeat in repeats]) if repeats else None
+
+
+def _repeats_of_group(results: Results, group: str, name: str, workload: str) -> list[dict[str, float]]:
     for row in results.get("qwen3", {}).get("rows", ()):
-        if (row["group"], row["name"], row["workload"]) == (group, name, workload) and row["repeats"]:
-            return Spread.of([repeat[figure] for repeat in row["repeats"]])
-    return None
+        if (row["group"], row["name"], row["workload"]) == (group, name, workload):
+            found: list[dict[str, float]] = row["repeats"]
+            return found
+    return []
 
 
 def one_stream_and_eight(results: Results) -> Iterator[Requirement]:
@@ -248,10 +269,9 @@ def one_stream_and_eight(results: Results) -> Iterator[Requirement]:
         rates = [of_group(results, group, name, workload, figure) for name in (own, rival)]
         measure = f"Qwen3-0.6B's shape, {workload}, {own.split()[1]}: tokens/s against {rival}"
         yield Requirement(measure, bound, True, "×", ratio(*rates))
-    rate, share = of_group(results, "int8", int8, "S1", figure), None
-    if rate is not None:
-        bandwidth = Spread.of(results["qwen3"]["bandwidths"]["int8"])
-        share = scaled(ratio(scaled(rate, QWEN3_WEIGHTS), bandwidth), 100)
+    repeats = _repeats_of_group(results, "int8", int8, "S1")
+    shares = [100 * repeat[figure] * QWEN3_WEIGHTS / repeat["roof"] for repeat in repeats]
+    share = Spread.of(shares) if shares else None
     yield Requirement("Qwen3-0.6B's shape, S1, int8: share of the bandwidth roof", 80.0, True, "%", share)
 
 

@@ -7,23 +7,24 @@ A decode step reads every weight once and the KV cache of every sequence once, a
     roof = max(weight bytes / bandwidth, GEMM FLOPs / peak) + KV bytes / bandwidth
 
 Reading weights and multiplying by them overlap, so the slower of the two counts; attention is another pass. The
-bandwidth is the best median over several ways to read an array, at a size near the bytes that the step reads: a large
-shared cache holds a part of a small model and nothing of a big one. The peak is the best median over several shapes and
-ways to multiply. Both are what plain torch reaches here, with as many threads as the engine uses. On a GPU the
-bandwidth is that of a copy, its bytes counted twice (read and written), and the peak that of large products in
+bandwidth is that of the best of several ways to read an array, at a size near the bytes that the step reads: a large
+shared cache holds a part of a small model and nothing of a big one. Neighbours on the host halve it for seconds, so
+parts that hold a step against it read it in turn with the steps (`read_rate`). The peak is the best median over several
+shapes and ways to multiply. Both are what plain torch reaches here, with as many threads as the engine uses. On a GPU
+the bandwidth is that of a copy, its bytes counted twice (read and written), and the peak that of large products in
 bfloat16.
 """
 
 import math
-import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from benchmarks.machine import Sitting, part_parser
 from benchmarks.random_gpt2 import NUM_LAYERS, VOCAB_SIZE, WIDTH
+from roseinfer.runtime import memory
 
 PRECISIONS = ("float32", "bfloat16", "int8")
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # of one weight; int8's scales and biases are a thousandth
@@ -58,14 +59,15 @@ def step_bytes(precision: str, batch: int, context: int) -> int:
     return STEP_WEIGHTS * WEIGHT_BYTES[precision] + kv_bytes(precision, batch, context)
 
 
-def bandwidth_near(bandwidths: Mapping[str, float], num_bytes: float) -> float:
-    """Of bandwidths by MiB read, the one whose size is nearest in ratio."""
-    return bandwidths[min(bandwidths, key=lambda mib: abs(math.log(num_bytes / (float(mib) * 2**20))))]
+def nearest_mib(num_bytes: float, sizes: Iterable[float] = READ_MIB) -> float:
+    """Of sizes in MiB, the one that is nearest in ratio."""
+    return min(sizes, key=lambda mib: abs(math.log(num_bytes / (mib * 2**20))))
 
 
 def roof_of(measured: Mapping[str, Any], precision: str, batch: int, context: int) -> float:
-    """The roof in milliseconds, from what `measure` returned."""
-    bandwidth = bandwidth_near(measured["bandwidth"], step_bytes(precision, batch, context))
+    """The roof in milliseconds, from what `measure_gpu` returned."""
+    bandwidths = {float(mib): rate for mib, rate in measured["bandwidth"].items()}
+    bandwidth = bandwidths[nearest_mib(step_bytes(precision, batch, context), bandwidths)]
     return roof_ms(precision, batch, context, bandwidth, measured["peak"][precision])
 
 
@@ -102,6 +104,21 @@ def read_patterns(num_bytes: int) -> dict[str, Callable[[], object]]:
         "16 streams": lambda: streams.sum(1),
         "largest integer": integers.amax,
     }
+
+
+def read_rate(num_bytes: int) -> Callable[[], float]:
+    """Returns what reads an array once in each way, and says at how many bytes/s the best one did."""
+    reads = list(read_patterns(num_bytes).values())
+
+    def rate() -> float:
+        times = []
+        for read in reads:
+            began = time.perf_counter()
+            read()
+            times.append(time.perf_counter() - began)
+        return num_bytes / min(times)
+
+    return rate
 
 
 def measure_bandwidth(budget_s: float, sizes: Sequence[int] = READ_MIB) -> tuple[dict[str, float], dict[str, str]]:
@@ -223,7 +240,7 @@ def main() -> int:
         __doc__, "bench/roofs.json", quick="a tenth of the time for each figure, and one size of memory", device="cpu"
     )
     arguments = parser.parse_args()
-    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # before torch is imported: its arrays on huge pages, as the engine's are
+    memory.prefer_huge_pages()  # as an engine has it
     sitting = Sitting("roofs")
     budget_s = 0.05 if arguments.quick else 0.5
     is_cuda = arguments.device == "cuda"

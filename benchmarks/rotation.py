@@ -2,7 +2,8 @@
 
     A B C A B C …: each repeat of a workload is run by every entrant before the next repeat begins.
 
-All but the one whose turn it is are paused. Each repeat has new prompts, the same for every entrant.
+All but the one whose turn it is are paused. Each repeat has new prompts, the same for every entrant. Where a roof is
+asked for, it is before each turn and after it, and the repeat has the mean.
 """
 
 import time
@@ -45,10 +46,11 @@ def run(
     workloads: Sequence[str],
     limits: Limits,
     keep: Callable[[list[dict[str, Any]]], object] = lambda _: None,
+    roof: Callable[[], float] | None = None,
 ) -> list[dict[str, Any]]:
     """Run all workloads in order. Returns a row for each entrant and workload, with an `error` where it failed.
 
-    `keep` is called with the rows so far when a workload is over.
+    `keep` is called with the rows so far when a workload is over, `roof` while all entrants are paused.
     """
     rows: list[dict[str, Any]] = []
     failures: dict[str, str] = {}
@@ -64,10 +66,12 @@ def run(
         while limits.allows(repeat):
             requests = requests_of(workload, words, repeat)
             for entrant in takers:
+                before = roof() if roof else 0.0
                 streams = _take_turn(entrant, requests, failures)
                 if streams is not None:
                     num_prompt_tokens = sum(len(request.token_ids) for request in requests)
-                    repeats[entrant.name].append(summarise(streams, num_prompt_tokens))
+                    figures = summarise(streams, num_prompt_tokens)
+                    repeats[entrant.name].append(figures | ({"roof": (before + roof()) / 2} if roof else {}))
             repeat += 1
         for entrant in takers:
             row = _row(entrant, workload, repeats[entrant.name], failures.pop(entrant.name, None))

@@ -9,7 +9,7 @@ is measured after the other.
 """
 
 import statistics
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict
 from time import perf_counter
@@ -23,7 +23,7 @@ from benchmarks.figures import Spread
 from benchmarks.machine import Sitting, part_parser
 from benchmarks.random_qwen3 import default_directory, make
 from benchmarks.requirements import QWEN3_WEIGHTS
-from benchmarks.roofs import read_patterns
+from benchmarks.roofs import read_rate
 from roseinfer.engine.core.batch import SlotBinding
 from roseinfer.messages import SamplingParams
 
@@ -71,24 +71,9 @@ class Steps:
         return {name: statistics.median(values[2:]) for name, values in found.items()}
 
 
-def read_rate(num_bytes: int = READ_MIB << 20) -> Callable[[], float]:
-    """Bytes/s of reading one array once, the best of the ways that `benchmarks.roofs` knows."""
-    reads = list(read_patterns(num_bytes).values())
-
-    def rate() -> float:
-        times = []
-        for read in reads:
-            began = perf_counter()
-            read()
-            times.append(perf_counter() - began)
-        return num_bytes / min(times)
-
-    return rate
-
-
 def measure(precision: str, num_rows: int, num_rounds: int, num_steps: int) -> dict[str, dict[str, Any]]:
     """Spreads over the rounds of what a step takes, by how it runs and by part."""
-    steps, rate = Steps(precision, num_rows), read_rate()
+    steps, rate = Steps(precision, num_rows), read_rate(READ_MIB << 20)
     rounds: dict[str, list[dict[str, float]]] = {"as written": [], "replayed": []}
     for _ in range(num_rounds):
         memory = rate()

@@ -70,7 +70,7 @@ def test_groups_of_qwen3_keep_their_order_and_prompts_have_a_rate_of_their_own()
     rate = {"prompt_tokens_per_s": 3000.0}
     ours |= {"median": ours["median"] | rate, "repeats": [repeat | rate for repeat in ours["repeats"]]}
     rows = [row | {"group": "int4"} for row in (ours, absent("llama.cpp q4_0", "not set up", ("L4",)))]
-    text = page(qwen3={"versions": {}, "is_raised": True, "bandwidths": {}, "rows": rows})
+    text = page(qwen3={"versions": {}, "is_raised": True, "rows": rows})
     section = text[text.index("### L4") :]
     assert "| int4 | roseinfer int4 | 3000 (3000) | 12.3 / 12.3 |" in section
     assert "| int4 | llama.cpp q4_0 | not set up |" in section
@@ -84,7 +84,8 @@ def test_decode_rows_have_speedup_and_share_of_the_roof() -> None:
         "peak_by": {"bfloat16": "1 × 2 × 3"},
         "step_gemms_ms": {},
     }
-    measured = decode(reference=step(200.0), bfloat16=step(50.0, 49.0, 51.0))["decode"]
+    row = step(50.0, 49.0, 51.0) | {"turns": [[30e9, 50.0], [30e9, 49.0], [30e9, 51.0]]}
+    measured = decode(reference=step(200.0), bfloat16=row)["decode"]
     subjects: dict[str, Any] = {"roseinfer bfloat16": {}, "transformers float32": {}}
     text = page(roofs=roofs, decode={**measured, "subjects": subjects, "failures": {"roseinfer int8": "no kernels"}})
     assert "| 64 | 64 | 200 (200 to 200) | 50.0 (49.0 to 51.0); 4.0×; 82% of 41.0 |" in text

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import requirements as r
 from benchmarks.figures import Spread
-from benchmarks.roofs import roof_of
+from benchmarks.roofs import roof_ms
 
 
 def step(median: float, least: float | None = None, most: float | None = None) -> dict[str, dict[str, float]]:
@@ -56,13 +56,13 @@ def test_a_speedup_is_the_reference_over_ours() -> None:
 
 
 def test_the_share_of_a_roof_is_the_roof_over_the_step() -> None:
-    roof = {"bandwidth": {"236": 30e9}, "peak": {"bfloat16": 440e9}}
-    results = {**decode(bfloat16=step(60.0, 50.0, 80.0)), "roofs": roof}
+    turns = [[30e9, 60.0], [60e9, 50.0], [30e9, 80.0]]
+    results = {**decode(bfloat16=step(60.0, 50.0, 80.0) | {"turns": turns}), "roofs": {"peak": {"bfloat16": 440e9}}}
     [share] = [row for row in r.roof_shares(results) if "batch 64" in row.measure]
-    floor = roof_of(roof, "bfloat16", 64, 64)
+    slow, fast = (roof_ms("bfloat16", 64, 64, bandwidth, 440e9) for bandwidth in (30e9, 60e9))
     assert share.measured is not None
-    assert share.measured.median == pytest.approx(floor / 60 * 100)
-    assert (share.measured.least, share.measured.most) == pytest.approx((floor / 80 * 100, floor / 50 * 100))
+    least, median, most = sorted([100 * slow / 60, 100 * fast / 50, 100 * slow / 80])
+    assert share.measured == Spread(median, least, most, 3), "each turn has a roof of its own"
 
 
 def test_host_work_is_schedule_and_commit_in_microseconds() -> None:
@@ -137,8 +137,8 @@ def test_steady_streams_and_memory() -> None:
 def test_entrants_are_compared_within_their_group() -> None:
     names = ("roseinfer int4", "roseinfer int8", "llama.cpp q4_0")
     rows = [row(name, "S1", rate) | {"group": "int4"} for name, rate in zip(names, (60.0, 45.0, 40.0), strict=True)]
-    rows.append(row("roseinfer int8", "S1", 50.0) | {"group": "int8"})
-    results = {"qwen3": {"bandwidths": {"int8": [3.6e10, 4e10]}, "rows": rows}}
+    rows.append(row("roseinfer int8", "S1", 50.0, roof=3.8e10) | {"group": "int8"})
+    results = {"qwen3": {"rows": rows}}
     found = {entry.measure.partition(", ")[2]: entry for entry in r.one_stream_and_eight(results)}
     assert found["S1, int4: tokens/s against llama.cpp q4_0"].measured == Spread(1.5, 1.5, 1.5, 1)
     assert found["S1, int4: tokens/s against roseinfer int8"].is_reached is False, "45 in its group, not 50"

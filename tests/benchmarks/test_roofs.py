@@ -1,5 +1,7 @@
 """The roof of a decode step: weights or multiplication, whichever is slower, and the KV cache after it."""
 
+from functools import partial
+
 import pytest
 
 from benchmarks import roofs
@@ -25,14 +27,26 @@ def test_a_large_batch_is_bound_by_the_multiplication() -> None:
 
 
 def test_the_bandwidth_is_that_of_about_as_many_bytes() -> None:
-    bandwidths = {"100": 40e9, "400": 30e9, "1600": 20e9}
-    assert roofs.bandwidth_near(bandwidths, 10 * 2**20) == 40e9
-    assert roofs.bandwidth_near(bandwidths, 190 * 2**20) == 40e9, "nearer in ratio to 100 than to 400"
-    assert roofs.bandwidth_near(bandwidths, 210 * 2**20) == 30e9
-    assert roofs.bandwidth_near(bandwidths, 2**40) == 20e9
+    assert roofs.nearest_mib(10 * 2**20) == 118
+    assert roofs.nearest_mib(roofs.step_bytes("bfloat16", 1, 64)) == 236
+    assert roofs.nearest_mib(800 * 2**20) == 472, "nearer in ratio than 1416"
+    assert roofs.nearest_mib(2**40) == 1416
 
 
-def test_the_roof_takes_the_bandwidth_of_weights_and_cache_together() -> None:
+def test_a_rate_is_of_the_fastest_way_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+
+    def reading(took_s: float) -> None:
+        now_s[0] += took_s
+
+    monkeypatch.setattr("time.perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(
+        roofs, "read_patterns", lambda _: {"one": partial(reading, 4.0), "other": partial(reading, 2.0)}
+    )
+    assert roofs.read_rate(100)() == 50
+
+
+def test_the_roof_of_a_gpu_takes_the_bandwidth_of_weights_and_cache_together() -> None:
     measured = {"bandwidth": {"236": 36e9, "1416": 27e9}, "peak": {"bfloat16": 2e12}}
     assert roofs.roof_of(measured, "bfloat16", 1, 64) == roofs.roof_ms("bfloat16", 1, 64, 36e9, 2e12)
     assert roofs.roof_of(measured, "bfloat16", 64, 512) == roofs.roof_ms("bfloat16", 64, 512, 27e9, 2e12)

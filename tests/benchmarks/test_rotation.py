@@ -100,3 +100,17 @@ def test_static_batches_take_what_is_due() -> None:
 def test_a_peer_that_gives_too_few_tokens_is_refused() -> None:
     with pytest.raises(AssertionError, match="0 tokens in place of 2"):
         drive(lambda prompts, new_tokens, emit: None, [{"at": 0.0, "token_ids": [1], "new_tokens": 2}])
+
+
+def test_a_roof_is_measured_around_each_turn_while_all_rest() -> None:
+    told: list[str] = []
+    roofs = iter(range(100))
+
+    def roof() -> float:
+        told.append("roof")
+        return float(next(roofs))
+
+    rows = run([FakeEntrant("a", told, ("W4",))], Words(DEMO_TOKENIZER), ("W4",), Limits(2, 1000.0), roof=roof)
+    assert [repeat["roof"] for repeat in rows[0]["repeats"]] == [0.5, 2.5]
+    turn = ["roof", "a resumes", "a 8", "a pauses", "roof"]
+    assert told[-10:] == turn * 2
