@@ -237,6 +237,35 @@ async def test_one_that_hangs_for_long_counts_as_dead(
     assert "has not answered for 0.2 s" in caplog.text
 
 
+async def test_one_that_dies_while_it_is_asked_is_not_taken_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it has waited for a core in its life, which the next one has not."""
+    server = Front(ObserveConfig())
+    process = server.process
+    kills, has_died = list[int | None](), asyncio.Event()
+
+    class Dying:
+        num_asked = 0
+
+        async def ask(self, *_: object, **__: object) -> bytes:
+            self.num_asked += 1
+            if self.num_asked == 1:
+                return b""
+            process.pid, process._link = 2, None
+            has_died.set()
+            raise NotReady("It has ended.")
+
+    monkeypatch.setattr(process_module, "waited_s", lambda pid: 100.0 if pid == 1 else 0.0)
+    monkeypatch.setattr(process_module, "LOOK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(process, "_kill", lambda: kills.append(process.pid))
+    process.pid, process._link = 1, Dying()  # type: ignore[assignment]
+    watching = asyncio.create_task(process._watch())
+    await has_died.wait()
+    watching.cancel()
+    await process.close()
+    server.port.close()
+    assert kills == []
+
+
 async def test_the_operations_port_asks_the_front_end(tmp_path: Path) -> None:
     refused: list[bytes] = []
 

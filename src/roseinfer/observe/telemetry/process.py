@@ -181,6 +181,8 @@ class TelemetryProcess:
                 await link.ask("ready", timeout_s=LOOK_INTERVAL_S)
                 self._forwarder.num_taken = num_sent  # before the question
                 heard_s, limit_s = time.monotonic() - self._waited_s(), HANG_S
+            if self._link is not link:
+                continue  # it has died meanwhile, and the next one's waits for a core are not its own
             if time.monotonic() - self._waited_s() - heard_s > limit_s:
                 _log.error("the telemetry process has not answered for %g s and is ended", limit_s)
                 self._kill()
