@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -119,6 +120,9 @@ CONFIGS = {
         sliding_window=20,
         tie_word_embeddings=False,
         attention_bias=True,
+    ),
+    "smollm3-layer-types": SmolLM3Config(
+        **LLAMA, sliding_window=20, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
     ),
     "qwen3": Qwen3Config(**LLAMA, head_dim=32),
     "qwen3-windows-biases": Qwen3Config(
@@ -263,6 +267,22 @@ def test_a_head_beside_tied_embeddings(name: str, is_equal: bool, tmp_path: Path
     reference = AutoModelForCausalLM.from_pretrained(tmp_path)
     runner = load_stored(tmp_path)
     prompt = prompt_of(reference, 50)
+    expected = reference(torch.tensor([prompt])).logits[0, -1].detach()
+    torch.testing.assert_close(runner.logits(batch_of(0, prompt))[0], expected, atol=TOLERANCE, rtol=0)
+    assert runner.info.num_parameters == sum(parameter.numel() for parameter in reference.parameters())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-biases-tied"])
+def test_tied_embeddings_under_the_name_of_the_head(name: str, tmp_path: Path) -> None:
+    """Of two names of one weight a file may have either, and transformers takes what is there."""
+    torch.manual_seed(0)
+    MODELS[type(CONFIGS[name])](CONFIGS[name]).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    [table] = [each for each in tensors if each.endswith(("wte.weight", "embed_tokens.weight"))]
+    save_file({"lm_head.weight" if each == table else each: tensor for each, tensor in tensors.items()}, file)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path)
+    runner, prompt = load_stored(tmp_path), prompt_of(reference, 50)
     expected = reference(torch.tensor([prompt])).logits[0, -1].detach()
     torch.testing.assert_close(runner.logits(batch_of(0, prompt))[0], expected, atol=TOLERANCE, rtol=0)
     assert runner.info.num_parameters == sum(parameter.numel() for parameter in reference.parameters())

@@ -482,6 +482,23 @@ def test_weights_stay_in_the_file_until_a_layer_copies_them(tmp_path: Path) -> N
         assert not any(left.is_meta or first <= left.data_ptr() < last for left in model.parameters())
 
 
+@torch.inference_mode()
+def test_outputs_that_a_training_asked_for_are_not_made(tmp_path: Path) -> None:
+    """A tuple would have no logits, and the rows of all layers would be held until a step ends."""
+    reference = random_model("olmoe")
+    reference.save_pretrained(tmp_path)
+    wishes = {"return_dict": False, "output_hidden_states": True, "output_router_logits": True}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | wishes))
+    runner, text = load_directory(tmp_path), text_of(40)
+    expected = reference(torch.tensor([text]), use_cache=False).logits[0, -1]
+    torch.testing.assert_close(logits_of(runner, (0, 0, text))[0], expected, atol=TOLERANCE, rtol=0)
+    assert isinstance(runner._model, TransformersModel)
+    config = runner._model._base.config
+    assert not config.output_hidden_states
+    assert not config.output_router_logits
+
+
 QUANTISED = [
     (model_type, method)
     for model_type, names in {

@@ -65,12 +65,16 @@ class LayerReader:
     def embedding_and_head(self, name: str, shape: tuple[int, int], *, is_tied: bool) -> tuple[Embedding, Linear]:
         """The embedding called `name`, and the linear of logits.
 
-        Its weight is `lm_head.weight`, or that of the embedding if it is tied and the file agrees. A bare model, whose
-        names have no prefix, needs no head: its rows are for embeddings.
+        Its weight is `lm_head.weight`, or that of the embedding if it is tied and the file agrees; of two that are tied
+        a file may have either. A bare model, whose names have no prefix, needs no head: its rows are for embeddings.
         """
-        is_tied = is_tied or (not self.prefix and "lm_head.weight" not in self.checkpoint.names)
-        table = self.tensor(name, *shape)
-        if is_tied and not self.checkpoint.has_other_values("lm_head.weight", self.prefix + name, shape):
+        names = self.checkpoint.names
+        is_tied = is_tied or (not self.prefix and "lm_head.weight" not in names)
+        stored = self.prefix + name
+        if is_tied and stored not in names and "lm_head.weight" in names:
+            stored = "lm_head.weight"
+        table = self._counted(self.checkpoint.tensor(stored, shape))
+        if is_tied and not self.checkpoint.has_other_values("lm_head.weight", stored, shape):
             head = Linear(table, None, self.placement, dtype=torch.float32)
             return Embedding(table, self.placement, head), head
         weight = self._counted(self.checkpoint.tensor("lm_head.weight", shape))

@@ -93,7 +93,7 @@ class GPT2:
         self, spec: GPT2Spec, checkpoint: Checkpoint, placement: Placement, _max_model_len: int | None
     ) -> None:
         # The original checkpoints hold the bare transformer, later ones the language model around it.
-        prefix = "transformer." if "transformer.wte.weight" in checkpoint.names else ""
+        prefix = "" if "ln_f.weight" in checkpoint.names else "transformer."
         read = _Reader(checkpoint, placement, spec.layer_norm_epsilon, prefix)
         self.vocab_size = spec.vocab_size
         self.max_positions = spec.max_positions

@@ -258,9 +258,11 @@ class SmolLM3Spec(LlamaSpec, frozen=True, kw_only=True):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        kinds = self.layer_types or ["full_attention" if turns else "sliding_attention" for turns in self.turns]
-        window = self.sliding_window if self.use_sliding_window else None
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        if self.layer_types is None:
+            slides = [self.use_sliding_window and not turns for turns in self.turns]
+        else:  # as transformers masks them, whatever the switch says
+            slides = [kind == "sliding_attention" for kind in self.layer_types]
+        return tuple(self.sliding_window if slide else None for slide in slides)
 
 
 class _Block:

@@ -25,6 +25,7 @@ from roseinfer.runtime.stand_ins import forget_stand_ins, stand_in
 IN_STEPS, IN_FIRST_PASS = "roseinfer", "roseinfer_first_pass"
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})  # that a cache of keys and values serves
 _CHANGING_ROPES = ("dynamic", "longrope")
+_FURTHER_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 MODEL_ERRORS = (  # of transformers' code over a configuration that it cannot read or compute
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
     *(StrictDataclassError, TypeError, ValueError),
@@ -161,7 +162,13 @@ def _read_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
     config = _of_transformers(read, checkpoint)
     vars(config).pop("quantization_config", None)  # the weights come as floats
     with sparing_imports():
-        return config, _model_class(config, checkpoint)
+        model_class = _model_class(config, checkpoint)
+    for part in (config, config.get_text_config(decoder=True)):
+        part.return_dict = True  # a training may have left other wishes: a tuple, or every layer's rows, held in vain
+        for name in _FURTHER_OUTPUTS:
+            if hasattr(part, name):
+                setattr(part, name, False)
+    return config, model_class
 
 
 def _of_transformers(make: Callable[[], Any], checkpoint: Checkpoint) -> Any:

@@ -12,7 +12,6 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -30,6 +29,7 @@ _DEMO_DIRECTORY = Path(__file__).parents[2] / "demo"
 STORE_SCHEMES = ("s3://", "gs://")
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _WEIGHTS_FILE = "model.safetensors"
+_INDEX_FILE = f"{_WEIGHTS_FILE}.index.json"
 _UNSERVED_SAMPLING = {  # unsupported fields of generation_config.json, and their values without effect
     "no_repeat_ngram_size": 0,
     "typical_p": 1.0,
@@ -117,13 +117,13 @@ class Checkpoint:
         self.quantization = self._read_quantization()
         self._files: dict[str, Any] = {}  # open files by name
         self._lent: dict[str, tuple[int, int]] = {}  # addresses of what was lent of each, from the first to the last
-        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
+        # Each file is closed with its last use: a thread of transformers may still read when another one has failed.
+        self._files.clear()
 
     @cached_property
     def _unread(self) -> set[str]:
@@ -334,7 +334,7 @@ class Checkpoint:
 
         Without an index a `model.safetensors` has all tensors, whatever files lie beside it.
         """
-        index = f"{_WEIGHTS_FILE}.index.json"
+        index = _INDEX_FILE
         if (self.directory / index).exists():
             weight_map = self._json(index).get("weight_map")
             if not isinstance(weight_map, dict):
@@ -355,13 +355,22 @@ class Checkpoint:
         if _WEIGHTS_FILE in files and len(files) > 1:  # the weights in the vendor's own form, adapters
             _log.info("%s has the weights; %d other safetensors files are not read", _WEIGHTS_FILE, len(files) - 1)
             files = [_WEIGHTS_FILE]
-        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118 (not a mapping)
+        return self._contents_of(files)
+
+    def _contents_of(self, files: list[str]) -> dict[str, str]:
+        """Tensor name -> file name. Raises ConfigError for one in two files, as of shards that two saves left."""
+        file_of = dict[str, str]()
+        for file in files:
+            for name in self._open(file).keys():  # noqa: SIM118 (not a mapping)
+                if (other := file_of.setdefault(name, file)) != file:
+                    _refuse(f"{self.directory} has no {_INDEX_FILE}, and {name} is both in {other} and in {file}.")
+        return file_of
 
     def _open(self, file_name: str) -> Any:
         if file_name not in self._files:
             path = self.directory / file_name
             try:
-                self._files[file_name] = self._stack.enter_context(safetensors.safe_open(path, framework="pt"))
+                self._files[file_name] = safetensors.safe_open(path, framework="pt")
             except FileNotFoundError as error:
                 _refuse(f"{path} is missing.", error)
             except (safetensors.SafetensorError, OSError) as error:

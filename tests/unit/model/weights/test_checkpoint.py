@@ -184,6 +184,15 @@ def test_files_without_an_index_are_read_together(directory: Path) -> None:
     assert torch.equal(head_of(directory), expected)
 
 
+def test_a_tensor_in_two_files_without_an_index_is_refused(directory: Path) -> None:
+    """As of two saves, whose later one would win by its name."""
+    shard(directory)
+    (directory / "model.safetensors.index.json").unlink()
+    save_file(load_file(directory / "model-00001-of-00002.safetensors"), directory / "model-00001-of-00003.safetensors")
+    found = refusal(directory)
+    assert re.search(r"no model\.safetensors\.index\.json, and .* is both in .*-00002\.\S+ and in .*-00003\.", found)
+
+
 def test_an_index_that_does_not_fit(directory: Path) -> None:
     shard(directory)
     index = directory / "model.safetensors.index.json"
@@ -315,6 +324,14 @@ def test_what_was_read_does_not_stay_in_memory(tmp_path: Path) -> None:
             tensor = checkpoint.tensor(str(i), (2048, 1024))
             assert float(tensor.sum()) == i * 2048 * 1024
         assert 0 < resident_bytes_of(file) <= 9 << 20
+
+
+def test_a_file_is_closed_with_its_last_use(directory: Path) -> None:
+    """A thread of transformers may read on when another has failed: closed under it, the file is what went wrong."""
+    with Checkpoint(directory) as checkpoint:
+        file = checkpoint._open("model.safetensors")
+        tensor = checkpoint.lent("ln_f.weight")
+    assert torch.equal(file.get_tensor("ln_f.weight"), tensor)
 
 
 def resident_bytes_of(file: Path) -> int:
