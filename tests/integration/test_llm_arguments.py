@@ -99,6 +99,12 @@ def test_a_text_to_encode_is_one(llm: LLM) -> None:
     assert refused(lambda: llm.encode("a", add_special_tokens=wrong_flag)).param == "add_special_tokens"
 
 
+@pytest.mark.parametrize("variables", [{"misspelt": 1}, {"misspelt": NO_VALUE}], ids=["json", "object"])
+def test_a_variable_of_the_template_is_named(variables: dict[str, Any], llm: LLM) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    assert refused(lambda: llm.chat(messages, variables=variables)).param == "variables.misspelt"
+
+
 def test_an_unknown_request_id_is_refused(llm: LLM) -> None:
     no_ids: list[Any] = [5, None, []]
     for call in (llm.stream, llm.stream_tokens, llm.result, llm.timeline):
@@ -118,6 +124,7 @@ def test_an_unknown_request_id_is_refused(llm: LLM) -> None:
         ({"config": {"model": {}}}, "config"),
         ({"observers": 5}, "observers"),
         ({"observers": [5]}, "observers"),
+        ({"on_progress": 5}, "on_progress"),
         ({"tokenize_workers": -1}, "tokenize_workers"),
         ({"tokenize_workers": 1.5}, "tokenize_workers"),
         ({"max_inflight": 0}, "max_inflight"),

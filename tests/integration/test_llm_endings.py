@@ -69,6 +69,35 @@ child.start(); child.join(30)
 assert child.exitcode == 0
 print(len(llm.generate(["a"])))
 """,
+    "used by a forked child": """
+import os, signal
+from roseinfer import SamplingParams
+from roseinfer.errors import EngineDead
+llm = LLM()
+request_id = llm.submit([1], SamplingParams(max_tokens=900, ignore_eos=True))
+def is_refused(call):
+    try: call()
+    except EngineDead as error: return "forked" in error.message
+if not (child := os.fork()):
+    signal.alarm(60)  # it would wait for ever
+    is_refused(lambda: list(llm.stream(request_id)))  # unless it has ended before
+    os._exit(not all(map(is_refused, (lambda: llm.generate(["a"]), lambda: llm.encode("a"), lambda: llm.submit([1])))))
+assert os.waitpid(child, 0)[1] == 0
+assert len(llm.result(request_id).token_ids) == 900
+print(len(llm.generate(["a"])))
+""",
+    "asked by an observer": """
+from roseinfer.records import Observer
+class Asking(Observer):
+    def on_finish(self, timeline):
+        for call in () if refused else (lambda: llm.encode("a"), lambda: llm.generate([[1]]), llm.close):
+            try: call()
+            except RuntimeError: refused.append(call)
+refused = []
+llm = LLM(observers=[Asking()])
+print(len(llm.generate(["a"])))
+assert len(refused) == 3
+""",
     "used while Python ends": """
 import atexit
 from roseinfer.errors import EngineDead

@@ -82,12 +82,14 @@ def check_params(given: SamplingParams | None) -> None:
         )
 
 
-def check_settings(config: object, observers: object, **numbers: int | None) -> None:
+def check_settings(config: object, observers: object, on_progress: object, **numbers: int | None) -> None:
     """Check the arguments of the constructor; `max_inflight` is at least 1 or None. Raises ConfigError."""
     if not isinstance(config, Config):
         raise ConfigError(f"expected a Config; got {shown(config)}.", param="config")
     if not isinstance(observers, Sequence) or not all(isinstance(observer, Observer) for observer in observers):
         raise ConfigError(f"expected a list of observers; got {shown(observers)}.", param="observers")
+    if not callable(on_progress):
+        raise ConfigError(f"expected a function; got {shown(on_progress)}.", param="on_progress")
     kinds = {"tokenize_workers": Annotated[int, Meta(ge=0)], "max_inflight": Annotated[int, Meta(ge=1)] | None}
     for name, number in numbers.items():
         try:

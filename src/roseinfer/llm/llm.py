@@ -31,6 +31,7 @@ from roseinfer.config.options import Config
 from roseinfer.config.values import shown
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.errors import (
+    EngineDead,
     EngineError,
     InvalidRequest,
     Overloaded,
@@ -69,7 +70,7 @@ from roseinfer.text.conversation import Conversation, prepare_turn
 from roseinfer.text.embeddings import embedding_params, finished
 from roseinfer.text.generation import Generation, GenerationRequest
 from roseinfer.text.grammar.checker import GrammarChecker, check_form
-from roseinfer.text.templates import NO_VARIABLES
+from roseinfer.text.templates import NO_VARIABLES, VARIABLES_FIELD
 from roseinfer.text.text_model import TextModel
 from roseinfer.text.tokenizer.tokenizer import Tokenizer
 
@@ -130,7 +131,7 @@ class LLM:
         max_inflight: int | None = None,
     ) -> None:
         config = Config() if config is None else config
-        check_settings(config, observers, tokenize_workers=tokenize_workers, max_inflight=max_inflight)
+        check_settings(config, observers, on_progress, tokenize_workers=tokenize_workers, max_inflight=max_inflight)
         self.config = config if model is None else replace(config, model=replace(config.model, path=model))
         self._streams = Streams()
         self._tokenize_workers = tokenize_workers
@@ -147,7 +148,7 @@ class LLM:
             self.tokenizer: Tokenizer = used.enter_context(closing(self._text_model.tokenizer))
             self._checker = used.enter_context(closing(GrammarChecker(self.config.structured, lambda: info)))
             self._undo = undo.pop_all()
-        _open[self._undo] = self._loop
+        _open[self._undo] = self._loop, self._streams
         weakref.finalize(self, _close_soon, self._undo).atexit = False
 
     def __enter__(self) -> Self:
@@ -158,6 +159,7 @@ class LLM:
 
     def close(self) -> None:
         """End running requests with reason abort, and stop the engine. Calls that wait for it raise EngineDead."""
+        self._loop.check_can_wait()
         _close(self._undo)
 
     # --- for callers, from any thread -------------------------------------------------------------------------------
@@ -279,7 +281,13 @@ class LLM:
             thinking=thinking,
         )
         most, tool_format = self.info.max_model_len, self.config.structured.tool_format
-        turn = self._loop.call(prepare_turn(conversation, self._text_model, self._checker, tool_format, most))
+        try:
+            turn = self._loop.call(prepare_turn(conversation, self._text_model, self._checker, tool_format, most))
+        except RequestError as error:  # by the names of a server's body
+            error.message = error.message.replace(VARIABLES_FIELD, "variables")
+            error.param = error.param and error.param.replace(VARIABLES_FIELD, "variables")
+            error.args = (error.message,)
+            raise
         wanted = replace(wanted, params=msgspec.structs.replace(wanted.params, grammar=turn.grammar))
         [completion] = self._complete(wanted, [turn.prompt])
         parts = self._loop.call(turn.parser().read_whole(completion.text))
@@ -332,6 +340,7 @@ class LLM:
 
     def _pieces(self, stream: Stream, piece_of: Callable[[Delta], T]) -> Iterator[T]:
         try:
+            self._loop.check_can_wait()
             yield from filter(None, map(piece_of, stream.iter_deltas()))
         finally:
             self.abort(stream.timeline.request_id)
@@ -460,7 +469,8 @@ class LLM:
             self._places.release()
 
 
-_open: dict[ExitStack, LoopThread] = {}  # what closes each LLM that is not closed, and refers to none
+# What closes each LLM that is not closed, and what of it a forked process must let go; none of it refers to the LLM.
+_open: dict[ExitStack, tuple[LoopThread, Streams]] = {}
 _closers: list[threading.Thread] = []  # of LLMs that were let go
 
 
@@ -470,7 +480,7 @@ async def _stop_engine(client: AsyncEngine) -> None:
 
 
 def _close(undo: ExitStack) -> None:
-    loop = _open.pop(undo, None)
+    loop, _ = _open.pop(undo, (None, None))
     if loop is not None and loop.shut():
         undo.close()
 
@@ -491,5 +501,14 @@ def _close_all() -> None:
         closer.join()
 
 
+def _leave_to_parent() -> None:
+    """In a process that was forked, refuse calls that would wait for the loops, which run in the parent alone."""
+    refusal = "The engine belongs to the process that this one was forked from."
+    for loop, streams in _open.values():
+        loop.disown(refusal)
+        streams.end_all(EngineDead(refusal))
+    _open.clear()
+
+
 threading._register_atexit(_close_all)  # type: ignore[attr-defined]  # noqa: SLF001 - as concurrent.futures does
-os.register_at_fork(after_in_child=_open.clear)  # their loops run in the parent alone
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -72,6 +72,11 @@ class Streams:
             self._streams.pop(request_id, None)
         return stream
 
+    def end_all(self, error: RoseinferError) -> None:
+        """Have all readers raise the error behind what there is."""
+        for stream in self._streams.values():
+            stream.deltas.put(error)
+
     def timeline(self, request_id: str) -> RequestTimeline:
         """The timeline of a stream, or of one removed not too long ago. Raises what `find` does."""
         try:

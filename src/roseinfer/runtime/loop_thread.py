@@ -24,6 +24,7 @@ class LoopThread:
         self._begun = WeakSet[Coroutine[Any, Any, Any]]()  # given to `begin`; one leaves when it has ended
         self._door = threading.RLock()  # re-entered by `post` when a garbage collection ends a generator
         self._is_shut = False
+        self._refusal = "The engine was stopped."
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -34,17 +35,27 @@ class LoopThread:
                 self._begun.add(coroutine)
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         coroutine.close()
-        raise EngineDead("The engine was stopped.")
+        raise EngineDead(self._refusal)
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop and wait for it; an interrupt of the waiting thread cancels it.
 
-        Raises what it raises, and EngineDead when the door is shut before its end.
+        Raises what it raises, EngineDead when the door is shut before its end, and what `check_can_wait` does.
         """
+        try:
+            self.check_can_wait()
+        except RuntimeError:
+            coroutine.close()
+            raise
         try:
             return _wait(self.begin(coroutine))
         except CancelledError:
-            raise EngineDead("The engine was stopped.") from None
+            raise EngineDead(self._refusal) from None
+
+    def check_can_wait(self) -> None:
+        """Raises RuntimeError on the loop's own thread, which would wait for itself for ever."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("an observer's method waits for its own thread: make this call in another one")
 
     def post(self, callback: Callable[..., object], *arguments: object) -> None:
         """Call a function on the loop soon; not at all once the door is shut."""
@@ -57,6 +68,11 @@ class LoopThread:
         with self._door:
             was_open, self._is_shut = not self._is_shut, True
         return was_open
+
+    def disown(self, refusal: str) -> None:
+        """Refuse all work, in a process that was forked: the thread runs in its parent alone."""
+        self._door = threading.RLock()  # another thread may have held it when this process was forked
+        self._is_shut, self._refusal = True, refusal
 
     def stop(self, last: Callable[[], Awaitable[None]]) -> None:
         """Shut the door, cancel what `begin` began, wait until it has ended, and run `last`."""

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from roseinfer.config.options import Config
 from roseinfer.errors import InvalidRequest, PromptName
 from roseinfer.text.answers.reasoning import (
@@ -70,7 +68,7 @@ class TextModel:
         The template writes the special tokens itself, so none are added. Raises InvalidRequest or PromptTooLong.
         """
         render = partial(self._render, messages, tools, variables, continues_last=continues_last)
-        if tools is None and num_chars + len(msgspec.json.encode(variables)) <= INLINE_CHARS:
+        if tools is None and num_chars + len(str(variables)) <= INLINE_CHARS:
             text, reasoning = render()
         else:
             text, reasoning = await self.tokenizer.off_loop(render)
