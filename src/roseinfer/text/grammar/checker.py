@@ -25,7 +25,7 @@ from roseinfer.runtime.child_process import (
     receive_request,
     send_answer,
 )
-from roseinfer.text.grammar.source import GrammarCache, check_bounds
+from roseinfer.text.grammar.source import GrammarCache, check_bounds, check_types
 
 MAX_WAITING = 32  # checks that wait for their turn; most take a millisecond
 START_TIMEOUT_S = 60.0  # of the child, which reads the vocabulary first
@@ -55,13 +55,27 @@ class GrammarChecker:
         self._places = threading.BoundedSemaphore(MAX_WAITING)
         self._child = ChildProcess("roseinfer.text.grammar.checker", niceness=_NICER_BY, stderr=subprocess.DEVNULL)
         self._verdicts = GrammarCache(VERDICT_CACHE_BYTES, _num_bytes)  # what is wrong; empty when nothing is
+        self._remembering = threading.Lock()  # of the verdicts, which `check` and the thread use
+        self.under_way: dict[Grammar, asyncio.Future[None]] = {}  # by `check_form`
         self._unusable = ""  # why no grammar can be used with this vocabulary, once a child has said so
 
     def check(self, grammar: Grammar, param: str) -> "Future[None]":
-        """Raises Overloaded at once, and from the future InvalidRequest that names the field `param`, or NotReady."""
+        """Raises Overloaded at once, and then or from the future InvalidRequest that names the field `param`.
+
+        The future may raise NotReady too. A grammar whose verdict is remembered waits for no other.
+        """
+        check_types(grammar, param)
+        is_free = grammar.kind == "text" and not grammar.source and grammar.thought is not None
+        asked = _LEAST if is_free else msgspec.structs.replace(grammar, thought=None)
+        if (verdict := self._remembered(asked)) is not None:
+            if verdict:
+                raise _refusal(verdict, param)
+            known: Future[None] = Future()
+            known.set_result(None)
+            return known
         if not self._places.acquire(blocking=False):
             raise Overloaded(f"{MAX_WAITING} grammars wait to be checked already.")
-        future = self._thread.submit(self._check, grammar, param)
+        future = self._thread.submit(self._check, asked, param)
         future.add_done_callback(lambda _: self._places.release())
         return future
 
@@ -70,17 +84,20 @@ class GrammarChecker:
         self._child.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
+    def _remembered(self, grammar: Grammar) -> str | None:
+        with self._remembering:
+            return self._verdicts.get(grammar)
+
     def _check(self, grammar: Grammar, param: str) -> None:
         check_bounds(grammar, param)
-        is_free = grammar.kind == "text" and grammar.thought is not None
-        grammar = _LEAST if is_free else msgspec.structs.replace(grammar, thought=None)
-        verdict = self._verdicts.get(grammar)
+        verdict = self._remembered(grammar)
         if verdict is None:
             verdict, is_lasting = self._ask(grammar)
             if is_lasting:
-                self._verdicts.put(grammar, verdict)
+                with self._remembering:
+                    self._verdicts.put(grammar, verdict)
         if verdict:
-            raise InvalidRequest(f"`{param}`: {verdict}", param=param)
+            raise _refusal(verdict, param)
 
     def _ask(self, grammar: Grammar) -> tuple[str, bool]:
         """What is wrong with the grammar, empty when nothing is; and whether it will be wrong another time.
@@ -125,7 +142,20 @@ async def check_form(form: tuple[Grammar, str] | None, checker: GrammarChecker |
     grammar, param = form
     if checker is None:
         raise InvalidRequest(f"`{param}`: this server has no grammars.", param=param)
-    await asyncio.wrap_future(checker.check(grammar, param))
+    check_types(grammar, param)
+    if (earlier := checker.under_way.get(grammar)) is not None:  # of a burst with one grammar, one takes a place
+        await asyncio.wait([earlier])
+        await asyncio.wrap_future(checker.check(grammar, param))
+        return
+    check = checker.under_way[grammar] = asyncio.wrap_future(checker.check(grammar, param))
+    try:
+        await check
+    finally:
+        del checker.under_way[grammar]
+
+
+def _refusal(verdict: str, param: str) -> InvalidRequest:
+    return InvalidRequest(f"`{param}`: {verdict}", param=param)
 
 
 def _num_bytes(grammar: Grammar, verdict: str) -> int:

@@ -61,12 +61,16 @@ def encode_source(value: object, param: str) -> str:
         raise InvalidRequest(f"`{param}` is nested too deeply.", param=param) from None
 
 
-def check_bounds(grammar: Grammar, param: str) -> None:
+def check_types(grammar: Grammar, param: str) -> None:
     """Raises InvalidRequest that names the field `param`."""
     check_text(grammar.kind, f"{param}.kind")  # a grammar given to `LLM` may hold anything
     check_value(msgspec.structs.asdict(grammar), Grammar, param)
     if grammar.thought is not None:
         check_value(msgspec.structs.asdict(grammar.thought), Thought, f"{param}.thought")
+
+
+def check_bounds(grammar: Grammar, param: str) -> None:
+    """As `check_types`, of a grammar that has passed it: whether it is too long or too deep."""
     size, limit = len(grammar.source.encode("utf-8", "surrogatepass")), MAX_SOURCE_BYTES[grammar.kind]
     if size > limit:
         raise InvalidRequest(f"`{param}` is {size} bytes long; at most {limit} are allowed.", param=param)

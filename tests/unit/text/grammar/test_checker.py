@@ -3,6 +3,7 @@
 The names of the flaws are those of docs/structured-output.md.
 """
 
+import asyncio
 import json
 import os
 import resource
@@ -203,6 +204,40 @@ def test_checks_beyond_the_limit_are_refused_at_once(tmp_path: Path, monkeypatch
             made.check(Grammar("regex", "c"), "x")
         assert [future.result() for future in waiting] == [None, None]
         assert is_alive(made)
+    finally:
+        made.close()
+
+
+def test_a_grammar_that_was_checked_before_waits_for_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one client's slow grammars would hold up, or have refused, the forms that all others use every day."""
+    monkeypatch.setattr(checker, "MAX_WAITING", 1)
+    started = count_children(monkeypatch)
+    made = make_checker(tmp_path, compile_timeout_s=60)
+    wrong = Grammar("regex", "([)")
+    try:
+        assert is_alive(made)
+        with pytest.raises(InvalidRequest) as first:
+            made.check(wrong, "x").result()
+        started[0].send_signal(signal.SIGSTOP)
+        waiting = made.check(Grammar("regex", "b"), "x")
+        assert made.check(SOUND, "x").done()
+        with pytest.raises(InvalidRequest) as second:
+            made.check(wrong, "x").result(timeout=0)
+        assert second.value.message == first.value.message
+        assert not waiting.done()
+        started[0].send_signal(signal.SIGCONT)
+        assert waiting.result() is None
+    finally:
+        made.close()
+
+
+async def test_a_burst_with_one_grammar_takes_one_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a server has just started, and the child reads the vocabulary."""
+    monkeypatch.setattr(checker, "MAX_WAITING", 1)
+    made = make_checker(tmp_path)
+    try:
+        await asyncio.gather(*(checker.check_form((SOUND, "x"), made) for _ in range(20)))
+        assert made.under_way == {}
     finally:
         made.close()
 
