@@ -55,6 +55,7 @@ class Journal:
                 for file in (self._output, self._errors):
                     if file.exists():
                         raise ConfigError(f"{file} is there already; move it away, or name another", param="--output")
+                self._refuse_shared_errors()
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
             raise ConfigError(f"{self.path} cannot be written: {error.strerror}", param="--output") from None
@@ -120,22 +121,32 @@ class Journal:
             os.fsync(written.fileno())
         unfinished.replace(file)
 
+    def _refuse_shared_errors(self) -> None:
+        """Raises ConfigError where an unfinished batch, as into a.txt beside a.jsonl, will write the same errors."""
+        for other in self.path.parent.glob(f"*{JOURNAL_SUFFIX}"):
+            if Path(other.stem).stem == self._output.stem:
+                problem = f"{other} is of a batch whose errors go to {self._errors} too; finish it, or name another"
+                raise ConfigError(problem, param="--output")
+
     def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"another process is writing {self.path}", param="--output") from None
+        except OSError as error:  # some network file systems have no locks
+            raise ConfigError(f"{self.path} cannot be locked: {error.strerror}", param="--output") from None
 
     def _read(self, header: Header) -> None:
         """Find the answers of an earlier run, and cut off a last one that is not whole."""
         self._end = 0
         lines = self._whole_lines()
-        first = next(lines, None)
-        if first is None:
+        first = next(lines, b"")
+        encoded = msgspec.json.encode(header) + b"\n"
+        if not first and encoded.startswith(os.pread(self._file, len(encoded), 0)):  # it is new, or cut in its header
             os.ftruncate(self._file, 0)
-            self._write(msgspec.json.encode(header) + b"\n")
+            self._write(encoded)
             return
-        with suppress(msgspec.DecodeError):
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
             if msgspec.json.decode(first, type=Header) == header:
                 self._end = len(first)
                 for line in lines:

@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         where, _, sentence = message.partition(": ")
         if where == "unrecognized arguments":
-            argument = sentence.split()[0]
+            argument = next(iter(sentence.split()), "''")  # of one that is empty, as of a variable that is not set
             raise ConfigError(f"is not an argument of {self.prog}{self._hint(argument)}", param=argument)
         if where.startswith("argument "):
             flag = where.removeprefix("argument ")

@@ -32,8 +32,9 @@ _SERVICE_LINK = re.compile(
 
 _MERGE = "tag:yaml.org,2002:merge"  # of the key <<
 
-# Errors that PyYAML raises beside its own: for text that is no UTF-8, invalid dates and numbers, and deep nesting.
-_UNREADABLE = (ValueError, AttributeError, LookupError, TypeError, RecursionError)
+# Errors of `read_yaml`: PyYAML has others beside its own for invalid dates and numbers, and deep nesting. A text that
+# is no UTF-8 is a ValueError too.
+NO_YAML = (yaml.YAMLError, ValueError, AttributeError, LookupError, TypeError, RecursionError)
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -113,7 +114,7 @@ def _from_file(file: Path) -> dict[str, Given]:
         tree = read_yaml(file.read_text())
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", param=str(file)) from None
-    except (yaml.YAMLError, *_UNREADABLE) as error:
+    except NO_YAML as error:
         raise ConfigError(f"is not YAML: {yaml_problem(error)}{_wanted(file)}", param=str(file)) from None
     given = {}
     for section, values in _mapping(tree, str(file), _wanted(file)).items():
@@ -128,7 +129,7 @@ def _from_file(file: Path) -> dict[str, Given]:
 
 
 def read_yaml(text: str) -> Any:
-    """Like `yaml.safe_load`, but a key that a mapping has twice is an error."""
+    """Like `yaml.safe_load`, but a key that a mapping has twice is an error. Raises one of NO_YAML."""
     loader = _StrictLoader(text)
     try:
         return loader.get_single_data()

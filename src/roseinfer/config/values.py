@@ -55,6 +55,9 @@ class Option:
             value = [part.strip() for part in value.split(";") if part.strip()]
         if not strict and value is False and ("off" in _words_of(self.type) or self.path == "model.packed_cache"):
             value = "off"  # YAML reads the bare word as false
+        for text in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(text, str) and not _is_utf8(text):  # as in a path: processes send each other the tree
+                raise ConfigError(f"{shown(text)} is not UTF-8", param=self.path)
         try:
             converted = msgspec.convert(value, self.type, strict=strict)
         except msgspec.ValidationError as error:
@@ -63,9 +66,6 @@ class Option:
             if not one_of and str in types_in(self.type) and not isinstance(value, str | list | dict | None):
                 reason += "; in quotes it is a string"  # a name such as 1.0, or a commit of digits
             raise ConfigError(reason, param=self.path) from None
-        for text in converted if isinstance(converted, tuple) else (converted,):
-            if isinstance(text, str) and not _is_utf8(text):  # as in a path: processes send each other the tree
-                raise ConfigError(f"{shown(text)} is not UTF-8", param=self.path)
         if isinstance(converted, float) and not math.isfinite(converted):
             raise ConfigError(f"Expected a finite number, got {shown(value)}", param=self.path)
         return converted

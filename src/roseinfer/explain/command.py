@@ -27,7 +27,8 @@ def run_explain(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
         if arguments.last is not None and gaps:
             begin_ns = gaps[-1].end_ns - int(arguments.last * 1e9)
             gaps = [gap for gap in gaps if gap.end_ns > begin_ns]
-        explanation = explain(gaps, recording, arguments.source, clock)
+        source = arguments.source.encode(errors="backslashreplace").decode()  # a file's name need not be UTF-8
+        explanation = explain(gaps, recording, source, clock)
     if arguments.plot is not None:
         from roseinfer.explain.plot import write_plot
 

@@ -1,5 +1,8 @@
 """The journal of a batch on a disk that is full."""
 
+import errno
+import fcntl
+import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,3 +69,33 @@ def test_an_output_that_does_not_fit_is_written_by_the_next_run(tmp_path: Path) 
     with Journal(output, "model") as journal:
         journal.finish()
     assert output.read_bytes() == LONG + b"\n"
+
+
+@pytest.mark.parametrize("content", [b"notes without an end", b'{"model":"\xff"}\n', b'{"model":"n', b"\n"])
+def test_a_file_that_is_no_journal_stays_as_it_is(tmp_path: Path, content: bytes) -> None:
+    """It may be the input: a header that was cut is known by its beginning."""
+    file = tmp_path / "out.jsonl.partial"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match="is no journal of this batch with model"):
+        Journal(tmp_path / "out.jsonl", "model")
+    assert file.read_bytes() == content
+
+
+def test_two_batches_do_not_write_the_same_errors(tmp_path: Path) -> None:
+    with Journal(tmp_path / "a.txt", "model") as journal:
+        with pytest.raises(ConfigError, match=r"a\.txt\.partial is of a batch whose errors go to .*a\.errors"):
+            Journal(tmp_path / "a.jsonl", "model")
+        with Journal(tmp_path / "a.b.jsonl", "model") as other:
+            other.finish()
+        journal.finish()
+    with Journal(tmp_path / "a.jsonl", "model"):
+        pass
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(ConfigError, match="cannot be locked: Function not implemented"):
+        Journal(tmp_path / "out.jsonl", "model")

@@ -128,6 +128,8 @@ def test_flag_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
          "roseinfer: --no-cache.prefix-caching: takes no value, got 'true'"),
         (["generate", ""], "roseinfer: PROMPT: is empty"),
         (["serve", "extra"], "roseinfer: extra: is not an argument of roseinfer serve"),
+        (["serve", ""], "roseinfer: '': is not an argument of roseinfer serve"),
+        (["serve", "--port", "a\udcff"], "roseinfer: server.port (from --port): 'a\\udcff' is not UTF-8"),
         (["serve", "openai-community/gpt2"],
          ("roseinfer: openai-community/gpt2: is not an argument of roseinfer serve; "
           "did you mean --model openai-community/gpt2?")),

@@ -117,6 +117,14 @@ def test_the_json_has_the_same_numbers(path: Path, capsys: pytest.CaptureFixture
     assert found["unexplained"]["share"] == found["unknown_share"] == 0
 
 
+def test_the_json_escapes_a_name_that_is_no_utf_8(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = tmp_path / "a\udcff.npz"
+    shutil.copy(path, odd)
+    assert explained(capsys, str(odd))["source"] == f"{tmp_path}/a\\udcff.npz"
+
+
 def test_the_engine_has_a_clock_of_its_own(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert explained(capsys, str(path), "--clock", "engine")["clock"] == "engine"
 

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
-import yaml
 from msgspec import Meta
 
 from roseinfer.bench.load.plan import NS_PER_S, PlannedRequest, Segment, prompt_segments
 from roseinfer.bench.options import MAX_REQUESTS, lengths_of
-from roseinfer.config.sources import read_yaml, yaml_problem
+from roseinfer.config.sources import NO_YAML, read_yaml, yaml_problem
 from roseinfer.errors import ConfigError
 from roseinfer.messages import TokenCount
 from roseinfer.runtime.validation import Misfit, convert
@@ -181,7 +180,7 @@ def load_scenario(file: Path) -> Scenario:
         tree = read_yaml(file.read_text())
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", param=PARAM) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except NO_YAML as error:
         raise ConfigError(f"{file} is not YAML: {yaml_problem(error)}", param=PARAM) from None
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{file}: expected a mapping of fields, got {tree!r}"[:200], param=PARAM)

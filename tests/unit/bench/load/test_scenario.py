@@ -66,6 +66,8 @@ def test_each_kind_of_phase_is_shipped() -> None:
         (HEAD + "objective: {ttft_ms: 0}", "objective.ttft_ms: Expected `number` > 0"),
         (HEAD + "endpoint: embeddings", "endpoint: Expected one of 'chat', 'completions'; got 'embeddings'"),
         ("a: b: c", "is not YAML: line 1, column 5: mapping values are not allowed here"),
+        ("description: 2026-99-99", "is not YAML: month must be in 1..12"),
+        ("phases: " + "[" * 2000, "is not YAML: maximum recursion depth exceeded"),
         ("max_tokens: 1\nmax_tokens: 2", "is not YAML: line 2, column 1: max_tokens comes twice"),
         ("3", "expected a mapping of fields, got 3"),
     ],
