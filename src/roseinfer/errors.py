@@ -77,7 +77,11 @@ class UnmetExpectation(MalformedRequest):
 
 
 class PromptTooLong(RequestError):
-    """Prompt and requested completion do not fit into the model's context."""
+    """Prompt and requested completion do not fit into the model's context.
+
+    A message says "This model's maximum context length is N tokens", as OpenAI's and vLLM's do: agents that know such
+    an error by its words, among them all that use LiteLLM, then make the conversation shorter.
+    """
 
     code = "context_length_exceeded"
 

@@ -279,6 +279,25 @@ async def test_long_bodies_are_decoded_where_they_wait_for_each_other_and_short_
     assert done[0] > INLINE_BYTES
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [1] * 100_000}),
+        ("/v1/completions", {"prompt": [1] * 1000}),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 1000}),
+        ("/v1/completions", {"prompt": "x" * 100_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 5000}]}),
+        ("/v1/responses", {"input": "x" * 5000}),
+    ],
+)
+async def test_agents_know_a_prompt_that_is_too_long_by_the_words(path: str, body: dict[str, Any]) -> None:
+    """LiteLLM and what is built on it, opencode, and others search the message for OpenAI's words, and not the code."""
+    async with serving(ScriptedEngine()) as server:
+        refused = await server.request("POST", path, json=body)
+    assert refused.status == 400
+    assert "This model's maximum context length is 128 tokens" in refused.error["message"]
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(path: str) -> None:
     text = text_model()

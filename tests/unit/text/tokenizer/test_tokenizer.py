@@ -329,7 +329,7 @@ def test_a_text_that_is_refused_unread_is_measured_in_characters() -> None:
         tokenizer.check_length(["", "x" * (most + 1)], 4, [PromptName("prompt[0]"), PromptName("prompt[1]")])
     assert caught.value.param == "prompt[1]"
     assert caught.value.message == (
-        f"This model's context is 4 tokens of at most {len(HUGE_TEXT)} characters each; "
+        f"This model's maximum context length is 4 tokens of at most {len(HUGE_TEXT)} characters each; "
         f"the {most + 1} characters of `prompt[1]` do not fit."
     )
 
