@@ -37,6 +37,7 @@ class Checks(GrammarChecker):
 
     def __init__(self) -> None:
         self.asked: list[tuple[Grammar, str]] = []
+        self.under_way = {}
 
     def check(self, grammar: Grammar, param: str) -> "Future[None]":
         self.asked.append((grammar, param))
