@@ -118,6 +118,8 @@ def test_a_recording_is_replayed_with_its_own_costs_and_limits(
         ("simulate --recording no/such/file", "--recording: no/such/file cannot be written"),
         ("replay --simulate none", "recording: none cannot be read"),
         ("replay", "the following arguments are required: RECORDING"),
+        ("replay none --decision-log x", "--decision-log: needs --simulate"),
+        ("replay none --scheduler.max-num-seqs 3", "--scheduler.max-num-seqs: needs --simulate: the server has"),
     ],
 )
 def test_bad_input_gets_one_sentence(

@@ -29,7 +29,7 @@ from roseinfer.bench.compare.results import (
 )
 from roseinfer.bench.load.endpoint import Endpoint, base_of
 from roseinfer.bench.load.launcher import LaunchFailed, serving
-from roseinfer.bench.load.plan import PlannedRequest, describe, echo_of, interval_ns_of, planner_of
+from roseinfer.bench.load.plan import PlannedRequest, describe, echo_of, interval_ns_of, planner_of, refuse_flags
 from roseinfer.bench.load.report import ServeRun, write_result
 from roseinfer.bench.load.scenario import apply_scenario
 from roseinfer.bench.load.serve import endpoint_of, send, settings_of, settle_seed
@@ -40,6 +40,12 @@ from roseinfer.errors import ConfigError
 
 COMPARISON_FORMAT = "roseinfer bench compare 1"
 EXIT_FAILED = 1
+_OF_RUNS = (
+    *("rate", "interval_ms", "burst", "trace", "scenario", "num_requests", "duration", "prompt_tokens", "max_tokens"),
+    *("shared_prefix_share", "long_prompt_tokens", "num_long", "long_at", "long_max_tokens", "seed", "chat"),
+    *("ignore_eos", "stream_interval", "slo_ttft_ms", "slo_tpot_ms", "max_lag_share", "rounds", "keep"),
+    *("both", "start_timeout", "api_key_file"),
+)
 NUM_WARM_UP = 8  # requests at once that are not counted: what comes first in a process is slower
 MAX_ATTEMPTS = 3  # at a run in which the generator itself was late
 _URL = ("http://", "https://")
@@ -123,6 +129,7 @@ def _plain(text: str) -> str:
 def _of_results(arguments: argparse.Namespace, thresholds: Thresholds) -> tuple[Comparison, dict[str, Any]]:
     if len(arguments.sides) != 2:
         raise ConfigError("needs two: URLs, or results; or --a FLAGS and --b FLAGS", param="A B")
+    refuse_flags(arguments, _OF_RUNS, "has no meaning for results: their runs have been made")
     texts: list[str] = arguments.sides
     a, b = (read_results([Path(text)], name) for text, name in zip(texts, "AB", strict=True))
     if differing := differences(a.settings, b.settings, arguments.varied):
@@ -162,6 +169,8 @@ def _sides_of(arguments: argparse.Namespace) -> tuple[Side, Side]:
         if texts or arguments.a is None or arguments.b is None:
             raise ConfigError("--a and --b belong together, without anything else", param="--a")
         both = {name: f"{arguments.both} {flags}".strip() for name, flags in (("A", arguments.a), ("B", arguments.b))}
+        for name, flags in both.items():  # before a run of the other side
+            words_of(flags, f"--{name.lower()}")
         a, b = (Side(name, f"roseinfer serve {flags}".strip(), None, flags) for name, flags in both.items())
         return a, b
     if len(texts) != 2 or not all(text.startswith(_URL) for text in texts):
@@ -172,13 +181,18 @@ def _sides_of(arguments: argparse.Namespace) -> tuple[Side, Side]:
     return a, b
 
 
+def words_of(flags: str, param: str) -> list[str]:
+    """The words of flags, as a shell has them. Raises ConfigError."""
+    try:
+        return shlex.split(flags)
+    except ValueError as error:
+        raise ConfigError(f"{error}, got {flags!r}", param=param) from None
+
+
 @contextmanager
 def started_server(flags: str, param: str, timeout_s: float) -> Iterator[str]:
     """The URL of a new server with these flags. Raises ConfigError when it does not start."""
-    try:
-        words = shlex.split(flags)
-    except ValueError as error:
-        raise ConfigError(f"{error}, got {flags!r}", param=param) from None
+    words = words_of(flags, param)
     with tempfile.TemporaryDirectory(prefix="roseinfer-compare-") as folder:
         try:
             with serving(*words, log=Path(folder) / "log", timeout_s=timeout_s) as server:

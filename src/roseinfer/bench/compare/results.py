@@ -82,14 +82,14 @@ def _read(file: Path, name: str) -> ResultSet:
         content = json.loads(file.read_bytes())
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}", param=name) from None
-    except ValueError:  # also of what is not UTF-8
+    except (ValueError, RecursionError):  # the first also of what is not UTF-8
         raise ConfigError(f"{file} is not JSON", param=name) from None
     try:
         settings = _flat(content["settings"])
         if content.get("format") == RESULT_FORMAT:
             return ResultSet([_of_serve(content)], settings)
         return ResultSet([_of_streaming(run, index) for index, run in enumerate(content["runs"])], settings)
-    except (KeyError, TypeError, AttributeError, ValueError):
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError):
         raise ConfigError(f"{file} is no result of roseinfer bench", param=name) from None
 
 

@@ -234,7 +234,7 @@ def planner_of(arguments: argparse.Namespace) -> Planner:
         plan: Planner = arguments.scenario.plan
         return plan
     if arguments.trace is not None:
-        _refuse(arguments, _SAID_BY_TRACE, "has no meaning beside --trace: the file says it")
+        refuse_flags(arguments, _SAID_BY_TRACE, "has no meaning beside --trace: the file says it")
         planned = plan_of_trace(arguments.trace)
         return lambda _: planned
     interval_ns = (arguments.interval_ms or 0.0) * 1e6
@@ -257,7 +257,7 @@ def planner_of(arguments: argparse.Namespace) -> Planner:
     return lambda seed: workload._replace(seed=seed).plan()
 
 
-def _refuse(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
+def refuse_flags(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
     """Raises ConfigError for the first of these flags that is given."""
     for name in names:
         if getattr(arguments, name) != arguments.parser.get_default(name):
@@ -275,7 +275,7 @@ def interval_ns_of(arguments: argparse.Namespace, planned: Sequence[PlannedReque
 
 def _long_prompts(arguments: argparse.Namespace) -> LongPrompts | None:
     if arguments.long_prompt_tokens is None:
-        _refuse(arguments, ("num_long", "long_at", "long_max_tokens"), "needs --long-prompt-tokens")
+        refuse_flags(arguments, ("num_long", "long_at", "long_max_tokens"), "needs --long-prompt-tokens")
         return None
     moments: Sequence[float] = arguments.long_at or _LONG_AT
     offsets = tuple(round(moments[index % len(moments)] * NS_PER_S) for index in range(arguments.num_long or 1))

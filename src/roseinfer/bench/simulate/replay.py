@@ -12,21 +12,28 @@ from itertools import pairwise
 
 from roseinfer.bench.definitions import Observed
 from roseinfer.bench.load import serve
-from roseinfer.bench.load.plan import RecordedPlan, plan_of_recording
+from roseinfer.bench.load.plan import RecordedPlan, plan_of_recording, refuse_flags
 from roseinfer.bench.load.report import latency_pools, mean_interval_ns
 from roseinfer.bench.report import Pool, say
 from roseinfer.bench.simulate import simulate
 from roseinfer.cli.output_files import check_outputs
 from roseinfer.config.sources import LoadedConfig
+from roseinfer.errors import ConfigError
 from roseinfer.observe.recorder.recording import Recording, RequestRecord
+
+_OF_THE_SIMULATOR = ("cost_model", "decision_log", "draft_share", "without", "inject")
 
 
 def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     """Print the report and the comparison. Returns the exit code."""
+    if not arguments.simulate:
+        refuse_flags(arguments, _OF_THE_SIMULATOR, "needs --simulate")
+        for source in loaded.sources.values():
+            if source.startswith("--"):
+                raise ConfigError("needs --simulate: the server has its options", param=source)
     recording = Recording.load(arguments.file)
     plan = plan_of_recording(recording)
-    decision_log = arguments.decision_log if arguments.simulate else None
-    check_outputs(json=arguments.json, recording=arguments.recording, decision_log=decision_log)
+    check_outputs(json=arguments.json, recording=arguments.recording, decision_log=arguments.decision_log)
     endpoint = None if arguments.simulate else serve.endpoint_of(arguments)
     serve.settle_seed(arguments, endpoint)
     header = {"Recording": arguments.file, "Load": f"{describe(plan)}; seed {arguments.seed}"}

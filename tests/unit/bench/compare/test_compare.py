@@ -201,7 +201,12 @@ def test_runs_of_bench_streaming(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ("{folder} {folder}/none", "A: {folder} holds no result"),
         ("{folder}/text {folder}", "A: {folder}/text is not JSON"),
         ("{folder}/other {folder}", "A: {folder}/other is no result of roseinfer bench"),
+        ("{folder}/deep {folder}", "A: {folder}/deep is not JSON"),
+        ("{folder}/timeless {folder}", "A: {folder}/timeless is no result of roseinfer bench"),
+        ("{folder} {folder}/none --rate 5", "--rate: has no meaning for results: their runs have been made"),
+        ("{folder} {folder}/none --keep x", "--keep: has no meaning for results"),
         ('--a "--model \'x" --b=', "--a: No closing quotation"),
+        ('--a= --b "--model \'x"', "--b: No closing quotation"),
         ("--a --port=x --b=", "argument"),
         ("a b --rounds 3", "--rounds: "),
     ],
@@ -211,6 +216,10 @@ def test_mistakes_are_one_sentence(
 ) -> None:
     (tmp_path / "text").write_text("a")
     (tmp_path / "other").write_text('{"settings": {}}')
+    (tmp_path / "deep").write_text("[" * 100_000)
+    timeless = result(0.0, 5.0)
+    timeless["requests"] = [request | {"end_s": 0.0, "sent_s": 0.0} for request in timeless["requests"]]
+    (tmp_path / "timeless").write_text(json.dumps(timeless))
     assert compare(*shlex.split(command.format(folder=tmp_path, name=tmp_path.name))) == cli.EXIT_USAGE
     error = capsys.readouterr().err
     assert words.format(folder=tmp_path) in error
