@@ -59,6 +59,19 @@ def test_chat_command_answers_until_the_end_of_input(
     assert second == text_of(expected_tokens(prompt, 4))
 
 
+def test_the_prompt_is_not_among_answers_that_go_to_a_file(
+    engines: list[AsyncEngine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = io.StringIO("Hi\n")
+    monkeypatch.setattr(lines, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdin", lines)
+    assert main(["chat", "--temperature", "0", "--max-tokens", "4"]) == 0
+    out, err = capsys.readouterr()
+    prompt = [ord(char) - 0x20 for char in "user:Hi;"]
+    assert out == text_of(expected_tokens(prompt, 4)) + "\n"
+    assert err.endswith("> > ")
+
+
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Ctrl-C arrives in the first stream after a character; returns the ids of all streams.

@@ -194,8 +194,11 @@ def _fail(error: RoseinferError, given: Mapping[str, Given], code: int) -> int:
     if error.param is not None:
         source = f" (from {given[error.param].source})" if error.param in given else ""
         where = f"{error.param}{source}: "
+    from roseinfer.observe.logs import escape
+
+    said = f"roseinfer: {where}{error.reason}".splitlines()  # with the log of a server that did not start they are more
     with suppress(OSError):  # where standard error cannot be written, the exit code says enough
-        print(f"roseinfer: {where}{error.reason}", file=sys.stderr)
+        print(*map(escape, said), sep="\n", file=sys.stderr)  # a file or a server may come from anybody
     return code
 
 

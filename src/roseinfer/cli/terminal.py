@@ -86,6 +86,7 @@ def chat(config: Config, system: str | None, sampling: Sampling) -> int:
     with suppress(ImportError):
         import readline  # noqa: F401  # line editing and history for input()
 
+    check_text(system or "", "--system")
     chosen = read_chosen_template(config.server.chat_template)
     with start(config) as llm:
         template = ChatTemplate.load(Path(llm.info.checkpoint_dir), chosen)
@@ -140,6 +141,10 @@ def _answer(llm: LLM, prompt: list[int], sampling: Sampling, pieces: list[str]) 
 def _read() -> str | None:
     """One line of input; None at its end. Ctrl-C empties the line. Raises ConfigError for what is no text."""
     prompt = "> " if sys.stdin.isatty() else ""
+    if not sys.stdout.isatty():  # where `input` would write it, among the answers
+        sys.stderr.write(prompt)
+        sys.stderr.flush()
+        prompt = ""
     try:
         with _reading():
             return input(prompt).strip()

@@ -158,6 +158,7 @@ def test_flag_wins_over_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         (["serve", "--model", "a\udcff"], "roseinfer: model.path (from --model): 'a\\udcff' is not UTF-8"),
         (["serve", "--served-model-name", "a", "b\udcff"],
          "roseinfer: server.served_model_name (from --served-model-name): 'b\\udcff' is not UTF-8"),
+        (["chat", "--system", "a\udcff"], "roseinfer: --system: holds a lone surrogate, which is no character."),
         (["generate", "a\udcff"], "roseinfer: PROMPT: holds a lone surrogate, which is no character."),
         (["bench", "serve", "--max-lag-share", "inf"],
          "roseinfer: --max-lag-share: Expected `number` <= 1000000000.0, got 'inf'"),
@@ -195,6 +196,7 @@ def test_an_unknown_or_missing_command_is_refused(arguments: list[str], capsys: 
         (ConfigError("is taken", param="server.port"), 2, "roseinfer: server.port: is taken"),
         (PromptTooLong("It is too long.", param="prompt"), 2, "roseinfer: prompt: It is too long."),
         (PromptTooLong("`prompt` is too long.", param="prompt"), 2, "roseinfer: prompt: is too long."),
+        (ConfigError("says \x1b[2J", param="--url"), 2, "roseinfer: --url: says \\x1b[2J"),
         (EngineFailed("The engine failed."), 70, "roseinfer: The engine failed."),
         (EngineDead("The engine's process has ended."), 70, "roseinfer: The engine's process has ended."),
     ],
@@ -301,6 +303,27 @@ def test_python_dash_m_is_the_same_command() -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "roseinfer: --nope: is not an argument of roseinfer serve\n"
+
+
+@pytest.mark.parametrize(
+    ("moment", "code"), [("import", -signal.SIGINT), ("exit", 0)], ids=["while it imports", "while Python ends"]
+)
+def test_an_interrupt_before_or_after_the_command_is_no_traceback(moment: str, code: int) -> None:
+    program = (
+        "import atexit, signal, sys\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'roseinfer.cli.main': signal.raise_signal(signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "if sys.argv[2] == 'import': sys.meta_path.insert(0, Interrupting())\n"
+        "if sys.argv[2] == 'exit': atexit.register(signal.raise_signal, signal.SIGINT)\n"
+        "sys.argv[2:] = []\n"
+        "from roseinfer.__main__ import main\n"
+        "sys.exit(main())"
+    )
+    command = [sys.executable, "-c", program, "--version", moment]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
 
 
 def output_of(*arguments: str, output: IO[bytes] | None, **streams: Any) -> "subprocess.CompletedProcess[bytes]":
