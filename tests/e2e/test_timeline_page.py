@@ -11,10 +11,11 @@ import pytest
 
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.recorder.flight import Flight
-from roseinfer.records import Advanced
+from roseinfer.records import Advanced, FinishReason
 from roseinfer.server.ops import debug
 from tests.conftest import require_tool
 from tests.e2e.chromium import Browser, browsing, running_chromium
+from tests.unit.observe.facts import MS
 from tests.unit.observe.flights import add_waiting, make_flight
 from tests.unit.server.harness import ScriptedEngine, answering, ops_app, serving
 
@@ -275,6 +276,85 @@ async def test_it_is_live_until_it_is_paused(chromium: str) -> None:
         await browser.evaluate("timeline.poll()")
         assert await browser.evaluate("timeline.data.steps.length") == num_steps + 1
         assert await browser.evaluate(STATUS) == "paused"
+
+
+async def test_a_request_that_ended_while_the_page_was_paused_runs_no_more(chromium: str) -> None:
+    async with page(make_flight(), chromium) as browser:
+        await browser.evaluate("document.getElementById('pause').click()")
+        seen, ended, lanes = await browser.evaluate(
+            "(() => { const { data } = timeline, seen = data.now, running = [...data.requests.values()].slice(1);"
+            " data.merge({ meta: data.meta, next: data.next, now_ns: seen + 1e9, step_fields: [], steps: [],"
+            " requests: [running[0]], gaps: [], interruptions: [] });"
+            " return [seen, running.map((one) => one.end_ns), data.lanes]; })()"
+        )
+        assert ended == [None, *[seen] * 5], "all that the answer did not have"
+        assert lanes.count(seen) == 5, "whose lanes are free"
+        await settle(browser)
+        assert "failed or cut" not in await browser.evaluate("document.getElementById('legend').innerText")
+
+
+async def test_after_a_restart_of_the_server_the_page_begins_anew(chromium: str) -> None:
+    """Also where it held a view, whose moments are of another clock."""
+    async with page(make_flight(), chromium) as browser:
+        await browser.press("w")
+        await browser.evaluate("timeline.data.meta.run = 'another'")
+        await browser.wait_for("timeline.state.isFollowing && timeline.data.extent && true")
+        assert await browser.evaluate(SELECTED) == 0
+        assert await browser.evaluate("document.getElementById('detail').innerText.startsWith('Click a gap')")
+        assert await browser.evaluate("timeline.chart.end > timeline.data.extent[1]")
+
+
+async def test_a_recorder_of_few_steps_is_shown(chromium: str) -> None:
+    async with page(make_flight(recorder_steps=32), chromium) as browser:
+        assert await browser.evaluate("timeline.data.steps.length") == 32
+        await browser.wait_for("timeline.data.next")
+        await browser.evaluate("timeline.poll()")
+        assert await browser.evaluate(STATUS) == "live, view held"
+
+
+async def test_why_a_file_was_not_opened_stays_until_something_else_is_chosen(chromium: str, tmp_path: Path) -> None:
+    path = tmp_path / "holiday.npz"
+    path.write_bytes(b"no recording")
+    async with page(make_flight(), chromium) as browser:
+        await browser.choose_file("#file", path)
+        await browser.wait_for("document.getElementById('detail').innerText.includes('holiday.npz was not opened')")
+        await browser.evaluate("timeline.poll()")
+        assert "The file is no recording" in await browser.evaluate("document.getElementById('detail').innerText")
+        assert await browser.evaluate(STATUS) == "live, view held"
+        await browser.press("w")
+        assert "no recording" not in await browser.evaluate("document.getElementById('detail').innerText")
+        (refused,) = browser.complaints
+        assert "400" in refused
+        browser.complaints.clear()
+
+
+async def test_a_request_without_a_token_shows_how_long_it_waited(chromium: str) -> None:
+    flight = make_flight()
+    add_waiting(flight)
+    timeline = flight.in_flight[-1]
+    timeline.serial, timeline.end_ns, timeline.finish_reason = 99, timeline.recv_ns + 50 * MS, FinishReason.TIMEOUT
+    flight.on_finish(timeline)
+    async with page(flight, chromium) as browser:
+        shown = await browser.evaluate(
+            "(() => { const { chart, data } = timeline, one = [...data.requests.values()].at(-1);"
+            " chart.show(one.recv_ns + 1e7, one.end_ns - 1e7); chart.draw(); return [...chart.shown]; })()"
+        )
+        assert "--queue" in shown
+
+
+async def test_times_on_the_axis_are_where_they_say(chromium: str) -> None:
+    async with page(make_flight(), chromium) as browser:
+        labels = await browser.evaluate(
+            "(() => { const { chart, data } = timeline, context = chart.canvas.getContext('2d'), found = [];"
+            " context.fillText = (text, x) => found.push([text, x]); data.meta.origin_unix_ms = 59_937.5;"
+            " chart.start = 0; chart.end = 2e8; chart.draw(); delete context.fillText;"
+            " return found.filter(([text]) => /^\\d+:\\d+:/.test(text)).map(([text, x]) =>"
+            " [text.split(':').slice(1).map(Number), 59.9375 + (chart.time(x - 3)) / 1e9]); })()"
+        )
+    assert len(labels) > 3
+    for (minutes, seconds), at_s in labels:
+        assert 0 <= seconds < 60
+        assert minutes * 60 + seconds == pytest.approx(at_s, abs=1e-3)
 
 
 async def test_a_saved_recording_is_shown(chromium: str, tmp_path: Path) -> None:

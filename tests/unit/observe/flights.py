@@ -2,7 +2,7 @@
 
 import msgspec
 
-from roseinfer.config.options import Config
+from roseinfer.config.options import Config, ObserveConfig
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.records import (
     Advanced,
@@ -99,9 +99,11 @@ def add_waiting(flight: Flight) -> None:
     flight.queue = lambda: QueueReport({timeline.request_id: None})
 
 
-def make_flight(num_streams: int = 6, num_steps: int = 120, stream_id: str = "stream-{}") -> Flight:
+def make_flight(
+    num_streams: int = 6, num_steps: int = 120, stream_id: str = "stream-{}", recorder_steps: int = 8192
+) -> Flight:
     """Two thirds into it, `long-prompt` stops the streams for 40 ms."""
-    flight = Flight(Config(), "1.2.3")
+    flight = Flight(Config(observe=ObserveConfig(recorder_steps=recorder_steps)), "1.2.3")
     story = Story(flight)
     for number in range(num_streams):
         story.step([story.arrive(stream_id.format(number))])

@@ -3,7 +3,7 @@
 import io
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -126,8 +126,9 @@ class Flight(FlightRecorder):
             return None
         timeline = RequestTimeline(
             **{name: getattr(record, name) for name in _STAMPS},
-            write_ns=self.writes_of(record.serial)["written_ns"].tolist(),
+            write_ns=[record.first_write_ns] if record.first_write_ns else [],
         )
+        remembered = replace(timeline, write_ns=self.writes_of(record.serial)["written_ns"].tolist())
         return {
             "id": request_id,
             "stage": _stage_in(record, queue),
@@ -135,7 +136,7 @@ class Flight(FlightRecorder):
             "times_ms": _times(timeline, now_ns),
             "time_to_first_token_ms": _ms(intervals.time_to_first_token_ns(timeline)),
             "time_per_output_token_ms": _ms(intervals.time_per_output_token_ns(timeline)),
-            "longest_write_gap_ms": _ms(max(intervals.stream_gaps_ns(timeline), default=None)),
+            "longest_write_gap_ms": _ms(max(intervals.stream_gaps_ns(remembered), default=None)),
             "num_prompt_tokens": record.num_prompt_tokens,
             "num_cached_tokens": record.num_cached_tokens,
             "num_generated_tokens": len(record.token_ns),

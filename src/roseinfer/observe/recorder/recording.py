@@ -75,6 +75,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     scheduled_ns: int = 0
     end_ns: int = 0  # 0: it was still running
     token_ns: list[int] = []
+    first_write_ns: int = 0  # the first write of tokens; 0, too, in recordings of versions that did not say it
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     max_tokens: int = 0
@@ -92,11 +93,12 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, timeline: RequestTimeline) -> "RequestRecord":
         digests = np.frombuffer(timeline.prefix_digests, np.int64).tolist() if timeline.prefix_digests else []
         same = dict(zip(_SAME_IN_TIMELINE, _same_in_timeline(timeline), strict=True))
-        return cls(prefix_digests=digests, token_ns=timeline.token_ns.copy(), **same)
+        first_write_ns = timeline.write_ns[0] if timeline.write_ns else 0
+        return cls(prefix_digests=digests, token_ns=timeline.token_ns.copy(), first_write_ns=first_write_ns, **same)
 
 
 _SAME_IN_TIMELINE = tuple(
-    name for name in RequestRecord.__struct_fields__ if name not in {"prefix_digests", "token_ns"}
+    name for name in RequestRecord.__struct_fields__ if name not in {"prefix_digests", "token_ns", "first_write_ns"}
 )
 _same_in_timeline = attrgetter(*_SAME_IN_TIMELINE)
 

@@ -66,7 +66,7 @@ def timeline_json(
         "step_fields": _STEP_FIELDS,
         "steps": _step_rows(steps, origin_ns),
         "requests": [
-            _request(request, origin_ns, known_ns, first_writes.get(request.serial, 0))
+            _request(request, origin_ns, known_ns, request.first_write_ns or first_writes.get(request.serial, 0))
             for request in recording.requests
             if not request.end_ns or request.end_ns > seen_ns - _LATE_NS
         ],
@@ -102,7 +102,7 @@ def _with_lessons(recording: Recording, num_before: int) -> Recording:
 
 
 def _first_writes(recording: Recording) -> dict[int, int]:
-    """Returns serial -> the first write that is remembered of each request."""
+    """Returns serial -> the first write that is remembered of each request: the first of all, if none is forgotten."""
     serials, rows = np.unique(recording.writes["serial"], return_index=True)
     return dict(zip(serials.tolist(), recording.writes["written_ns"][rows].tolist(), strict=True))
 

@@ -19,6 +19,7 @@ from roseinfer.server.ops.debug_access import integer_of
 from roseinfer.server.port import PORT
 
 DEFAULT_STEPS = 500
+MAX_NEW_STEPS = 1500  # for a page that asks every second: more than nearly any engine makes meanwhile
 MAX_RECORDING_BYTES = 64 * 1024 * 1024  # of a recording that a client sends to view
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
@@ -115,7 +116,7 @@ class _Handlers:
         return _download(content, "application/json", "roseinfer-trace.json")
 
     async def timeline(self, request: web.Request) -> web.Response:
-        limit = self._limit(request, DEFAULT_STEPS)
+        limit = self._limit(request, MAX_NEW_STEPS if "since" in request.query else DEFAULT_STEPS)
         since = (integer_of(request, "since", 0, 0, 2**62), _since_ns(request))
         return _json(await self._off_loop(self._view.timeline(limit, *since)))
 

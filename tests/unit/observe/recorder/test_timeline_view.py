@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from roseinfer.config.options import Config
+from roseinfer.observe.recorder import flight as flight_module
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.records import Arrival, Delivery
 from tests.unit.observe.facts import writes_of
@@ -70,6 +71,20 @@ def test_fewer_writes_are_lessons_for_a_poll_than_for_everything() -> None:
     newest = {(row[0], row[3]): row[4:] for row in ask(flight, limit=20)["gaps"]}
     assert len(newest) == 20 * 9, "eight streams and the request with the long prompt"
     assert all(whole[key] == row for key, row in newest.items())
+
+
+def test_the_first_write_of_a_long_stream_is_its_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the steps before those that are shown, and their writes, are not read any more, or are forgotten."""
+    whole = {request["serial"]: request["first_write_ns"] for request in ask(make_flight())["requests"]}
+    monkeypatch.setattr(flight_module, "CONTEXT_STEPS", 4)
+    for flight in (make_flight(), make_flight(recorder_steps=16)):
+        found = {request["serial"]: request["first_write_ns"] for request in ask(flight, limit=8)["requests"]}
+        assert found == {serial: pytest.approx(whole[serial], abs=US) for serial in found}
+        assert len(found) > 5
+        request = flight.request("stream-3")
+        assert request is not None
+        assert request["time_to_first_token_ms"] == pytest.approx(2.5)
+        assert request["times_ms"]["first_write"] == pytest.approx(0.1)
 
 
 def test_a_recording_of_nothing_is_a_page_of_nothing() -> None:

@@ -216,20 +216,19 @@ export class Chart {
     const height = Math.max(6, this.row - 4),
       y = this.y(request.lane) + (this.row - height) / 2,
       middle = y + height / 2 - 1;
-    const first = request.first_token_ns,
-      isWaiting = first === null && request.end_ns === null;
+    const first = request.first_token_ns;
     const inbox = request.inbox_ns ?? request.tokenized_ns ?? end;
     this.#rect(context, "--arrive", request.recv_ns, Math.min(inbox, end), middle, 2, 1);
     this.#rect(
       context,
       "--queue",
       inbox,
-      request.scheduled_ns ?? (isWaiting ? end : inbox),
+      request.scheduled_ns ?? (first === null ? end : inbox),
       y + height * 0.2,
       height * 0.6,
     );
+    if (request.scheduled_ns) this.#rect(context, "--prefill", request.scheduled_ns, first ?? end, y, height, 1.5);
     if (first === null) return this.#drawEnd(context, request, y, height);
-    if (request.scheduled_ns) this.#rect(context, "--prefill", request.scheduled_ns, first, y, height, 1.5);
     const newest = request.gaps.at(-1)?.end ?? first,
       begin = request.first_write_ns ?? first;
     this.#rect(context, "--decode", first, Math.max(newest, request.token_ns.at(-1) ?? first), y, height);
@@ -259,7 +258,7 @@ export class Chart {
 
   #drawEnd(context, request, y, height) {
     if (request.end_ns === null || request.end_ns > this.end || request.end_ns < this.start) return;
-    const isWell = request.finish_reason === "stop" || request.finish_reason === "length";
+    const isWell = ["stop", "length", null].includes(request.finish_reason); // null: it ended while the page was paused
     if (!isWell) this.shown.add("--bad");
     context.fillStyle = this.color(isWell ? "--soft" : "--bad");
     context.fillRect(this.x(request.end_ns) - 1, y, isWell ? 1.5 : 4, height);
@@ -292,13 +291,15 @@ export class Chart {
       power = 10 ** Math.floor(Math.log10(raw));
     const tick = [1, 2, 5, 10].map((by) => by * power).find((by) => by >= raw),
       origin = this.data.meta?.origin_unix_ms ?? 0;
+    const minute = origin - (origin % 60e3),
+      since = (origin - minute) * 1e6; // nanoseconds from that whole minute to the origin
     const digits = Math.max(0, 9 - Math.floor(Math.log10(tick) + 1e-9));
     context.font = "11px system-ui, sans-serif";
     context.textBaseline = "middle";
-    for (let at = Math.ceil(this.start / tick) * tick; at < this.end; at += tick) {
-      const x = Math.round(this.x(at)),
-        date = new Date(origin + at / 1e6);
-      const seconds = ((origin % 60e3) / 1e3 + at / 1e9) % 60;
+    for (let at = Math.ceil((this.start + since) / tick) * tick; at < this.end + since; at += tick) {
+      const x = Math.round(this.x(at - since)),
+        date = new Date(minute + at / 1e6);
+      const seconds = (at % 60e9) / 1e9;
       context.fillStyle = this.color("--line");
       context.fillRect(x, AXIS - 5, 1, 5);
       context.fillStyle = this.color("--soft");

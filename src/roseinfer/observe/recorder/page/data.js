@@ -20,6 +20,7 @@ export class Data {
   /** Take an answer in; another run of the server, or a recording, begins anew. */
   merge(answer) {
     if (this.meta && this.meta.run !== answer.meta.run) return this.clear(); // what is new since then is not all there is
+    const seen = this.now;
     this.meta = answer.meta;
     this.next = answer.next;
     this.now = answer.now_ns;
@@ -38,6 +39,7 @@ export class Data {
       if (step.step_id > last) this.steps.push(step);
     }
     for (const sent of answer.requests) this.#mergeRequest(sent);
+    this.#endUnseen(new Set(answer.requests.map((sent) => sent.serial)), seen);
     for (const row of answer.gaps) this.#addGap(row, answer.meta.causes);
     for (const [start, end, cause] of answer.interruptions) {
       if (start > (this.interruptions.at(-1)?.start ?? -1))
@@ -64,6 +66,12 @@ export class Data {
       this.requests.set(request.serial, request);
     }
     this.lanes[request.lane] = request.end_ns ?? Infinity;
+  }
+
+  /** Each answer has all requests in flight; one that is not in it ended while the page was paused, later than `seen`. */
+  #endUnseen(sent, seen) {
+    for (const request of this.requests.values())
+      if (request.end_ns === null && !sent.has(request.serial)) request.end_ns = this.lanes[request.lane] = seen;
   }
 
   #laneFor(request) {

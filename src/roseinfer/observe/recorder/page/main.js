@@ -6,7 +6,6 @@ import { element, renderDetail, renderFigures, renderLegend, renderSlow } from "
 import { listenToPointer } from "./pointer.js";
 
 const POLL_MS = 1000,
-  FIRST_STEPS = 500,
   LIVE_SPAN_NS = 2e9;
 const MAX_RECORDING_BYTES = 64 * 1024 * 1024;
 const KEYS = [
@@ -188,19 +187,25 @@ async function ask(path, options) {
 
 async function poll() {
   if (state.isPaused || state.file || document.hidden) return;
-  const cursor = data.next ? `&since=${data.next.since}&since_ns=${data.next.since_ns}` : "";
+  const cursor = data.next ? `?since=${data.next.since}&since_ns=${data.next.since_ns}` : "";
   try {
-    const answer = await ask(`timeline/data?limit=${FIRST_STEPS}${cursor}`);
+    const answer = await ask(`timeline/data${cursor}`);
     if (state.isPaused || state.file) return;
     const isNew = !data.extent;
     data.merge(answer);
     state.trouble = "";
+    if (!data.meta) {
+      state.isFollowing = true; // another run, on a clock of its own: no moment and no gap of the last one is in it
+      reset();
+    }
     if (state.isFollowing && (answer.steps.length || isNew)) followNewest();
   } catch (error) {
-    state.trouble = error instanceof TypeError ? "the server does not answer" : error.message;
+    state.trouble = sentenceOf(error);
   }
   refresh();
 }
+
+const sentenceOf = (error) => (error instanceof TypeError ? "the server does not answer" : error.message);
 
 async function openFile(file) {
   try {
@@ -216,7 +221,10 @@ async function openFile(file) {
     data.merge(answer);
     fit();
   } catch (error) {
-    state.trouble = error.message;
+    find("detail").replaceChildren(
+      element("p", { class: "meta" }, `${file.name} was not opened`),
+      element("p", { class: "cause" }, sentenceOf(error)),
+    );
   }
   state.figuresAt = -Infinity;
   refresh();

@@ -116,7 +116,7 @@ function requestDetail(request, answer) {
     estimate = waiting?.estimate;
   return [
     element("p", { class: "meta" }, "Selected request"),
-    element("p", { class: "cause" }, `${request.id}: ${answer?.stage ?? request.finish_reason ?? "running"}`),
+    element("p", { class: "cause" }, `${request.id}: ${answer?.stage ?? request.finish_reason ?? (request.end_ns === null ? "running" : "ended")}`),
     ...(waiting
       ? [
           element("p", { class: "knob" }, waiting.sentence),
@@ -191,7 +191,7 @@ function requestNumbers(request) {
     ["queue", between(request.inbox_ns, request.scheduled_ns)],
     ["prefill", between(request.scheduled_ns, request.first_token_ns)],
     ["first token after", between(request.recv_ns, request.first_write_ns)],
-    ["ended", request.finish_reason ?? "still running"],
+    ["ended", request.finish_reason ?? (request.end_ns === null ? "still running" : "while this page was paused")],
   ];
   return [numbers(rows.filter(([, value]) => value !== null))];
 }
