@@ -9,7 +9,8 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from contextlib import suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import cast
 
@@ -35,6 +36,7 @@ _BYTES_PER_SOURCE_BYTE = 32  # and what longer ones take more
 _GROWTH_BYTES = 1 << 20
 CACHE_BYTES = 32 << 20  # some 200 grammars, or 28 with expressions or lengths, which grow with use
 MAX_FORCED_TOKENS = 4096  # in a row: each mask before them looks at all, 4 ms for 16,000 characters and 38 for 120,000
+_LEAST_BETWEEN = 64  # tokens for which a matcher goes on with states of its own before it may have new ones again
 _NUM_TRIED = 8  # times that a new grammar is followed: by all that must come next, or by one token of those that may
 
 # Where the library's own default would allow half a gigabyte of automaton; the others are its defaults, written down
@@ -124,8 +126,11 @@ class Vocabulary:
         began_ns = time.monotonic_ns()
         source = source_of(grammar, self._file)
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=_SILENT, limits=_LIMITS)
-        compiled = Compiled(matcher, self._tokenizer.vocab_size, self.vocab_size, can_grow=can_grow(grammar))
-        first = compiled.matcher()
+        anew = partial(self.compile, grammar)
+        compiled = Compiled(
+            matcher, self._tokenizer.vocab_size, self.vocab_size, can_grow=can_grow(grammar), compile_anew=anew
+        )
+        first = LibraryMatcher(compiled)
         # The library finds many errors, and builds many states, only while a grammar is followed.
         num_forced = first.try_out(np.zeros(-(-self.vocab_size // 32), np.uint32), self._tokenizer.eos_tokens)
         why_not = first.why(grammar) if first.error else ""
@@ -182,14 +187,23 @@ class Compiled:
 
     So it grows while it is followed, and when it has as many states as the limits allow, none of its matchers can go
     on, nor any made later. The library reports neither: `followed_ns` bounds the growth, and the matchers notice the
-    limit.
+    limit. Each then goes on with states of its own, so that no answer ends because of others with its grammar.
     """
 
-    def __init__(self, template: llguidance.LLMatcher, num_bits: int, vocab_size: int, *, can_grow: bool) -> None:
+    def __init__(
+        self,
+        template: llguidance.LLMatcher,
+        num_bits: int,
+        vocab_size: int,
+        *,
+        can_grow: bool,
+        compile_anew: "Callable[[], Compiled]",
+    ) -> None:
         self.template = template
         self.bits = np.zeros(-(-max(num_bits, vocab_size) // 32), np.uint32)  # one thread fills masks, one at a time
         self.last_word = np.uint32((1 << (vocab_size % 32)) - 1) if vocab_size % 32 else np.uint32(0xFFFFFFFF)
-        self._can_grow = can_grow
+        self.can_grow = can_grow
+        self._compile_anew = compile_anew
         self._compile_ns = 0
         self.followed_ns = 0  # that masks took since `begin`
         self.has_failed = False
@@ -201,17 +215,28 @@ class Compiled:
     @property
     def is_worn(self) -> bool:
         """The next sequence with this grammar should have it compiled anew."""
-        return self.has_failed or (self._can_grow and self.followed_ns > MAX_FOLLOWED_NS + 2 * self._compile_ns)
+        return self.has_failed or (self.can_grow and self.followed_ns > MAX_FOLLOWED_NS + 2 * self._compile_ns)
 
     def matcher(self) -> "LibraryMatcher":
-        return LibraryMatcher(self)
+        return LibraryMatcher(self, [] if self.can_grow else None)
+
+    def compile_anew(self) -> "Compiled | None":
+        """The same without the states that were found; None where all streams would wait too long for it."""
+        if self._compile_ns > MAX_FOLLOWED_NS:
+            return None
+        with suppress(InvalidRequest):  # of what has compiled before; it would end the engine
+            return self._compile_anew()
+        return None
 
 
 class LibraryMatcher:
     """See `engine/core/constraint.py:Matcher`."""
 
-    def __init__(self, compiled: Compiled) -> None:
+    def __init__(self, compiled: Compiled, accepted: list[int] | None = None) -> None:
+        """With `accepted`, the tokens up to here, it goes on with states of its own when there are too many."""
         self._compiled = compiled
+        self._accepted = accepted
+        self._next_anew = 0  # tokens that it must have accepted by then
 
     @cached_property
     def _inner(self) -> llguidance.LLMatcher:
@@ -241,13 +266,29 @@ class LibraryMatcher:
         compiled, began_ns = self._compiled, time.monotonic_ns()
         self._inner.unsafe_compute_mask_ptr(compiled.bits.ctypes.data, compiled.bits.nbytes)
         compiled.followed_ns += time.monotonic_ns() - began_ns
-        compiled.has_failed |= self._inner.is_error()
+        if self._inner.is_error() and self._begin_anew():
+            self.fill(allowed)
+            return
         allowed[:] = compiled.bits[: len(allowed)]
         allowed[-1] &= compiled.last_word
 
     def accept(self, token_id: int) -> None:
-        if not self._inner.consume_token(token_id):
-            self._compiled.has_failed |= self._inner.is_error()
+        if self._accepted is not None:
+            self._accepted.append(token_id)
+        if not self._inner.consume_token(token_id) and self._inner.is_error():
+            self._begin_anew()
+
+    def _begin_anew(self) -> bool:
+        """Go on with states of its own, in the milliseconds of a compilation. Returns False where that is no help."""
+        self._compiled.has_failed = True
+        if self._accepted is None or len(self._accepted) < self._next_anew:
+            return False
+        compiled = self._compiled.compile_anew()
+        if compiled is None or not compiled.template.consume_tokens(self._accepted):
+            return False
+        self._compiled, self._inner = compiled, compiled.template
+        self._next_anew = len(self._accepted) + _LEAST_BETWEEN
+        return True
 
     def copy(self) -> "LibraryMatcher":
         copied = LibraryMatcher(self._compiled)

@@ -483,10 +483,30 @@ def test_a_grammar_that_met_its_limit_in_a_token_is_compiled_anew(
     monkeypatch.setattr("roseinfer.text.grammar.compiler._LIMITS", limits)
     compiled, random = vocabulary.compile(Grammar("regex", "(a|b)*a(a|b){12}x")), np.random.default_rng(0)
     matcher = compiled.matcher()
+    assert not compiled.is_worn
     while not matcher.has_failed:
-        assert not compiled.is_worn
         matcher.accept(int(random.choice([*b"ab"])))
     assert compiled.is_worn
+
+
+def test_a_sequence_is_not_ended_by_the_states_that_others_found(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = llguidance.LLParserLimits(max_lexer_states=60, verbose_errors=False)
+    monkeypatch.setattr("roseinfer.text.grammar.compiler._LIMITS", limits)
+    compiled, random = vocabulary.compile(Grammar("regex", "(a|b)*a(a|b){12}x")), np.random.default_rng(0)
+    busy, unread, alone = compiled.matcher(), compiled.matcher(), compiled.compile_anew()
+    assert alone is not None
+    expected = alone.matcher()
+    for byte in b"abbaababbabaa":
+        unread.accept(byte)
+        expected.accept(byte)
+    while not compiled.has_failed:
+        busy.accept(int(random.choice([*b"ab"])))
+    assert allowed(unread) == allowed(expected) == {*b"abx"}
+    unread.accept(ord("x"))
+    assert unread.is_over
+    assert not busy.has_failed
 
 
 @pytest.mark.parametrize(
