@@ -168,6 +168,33 @@ def test_tokens_that_are_added_beside_the_vocabulary(
     assert spelled == {name: "" if ids[name] in ours.special_ids else name for name in ids}
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"pad_token": "<|im_end|>"},
+        {"additional_special_tokens": ["<|im_end|>", "of no vocabulary"]},
+        {"extra_special_tokens": {"image_token": "<|im_end|>"}},
+        {"additional_special_tokens": ["<|im_end|>"], "added_tokens_decoder": {}},
+    ],
+    ids=str,
+)
+def test_tokens_of_the_vocabulary_that_are_named_special(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Though tokenizer.json has them among its words alone, whose pieces a template's marks then were."""
+    with_files(tmp_path, {}, **settings)
+    path = tmp_path / "tokenizer.json"
+    file = json.loads(path.read_text())
+    vocabulary = file["model"]["vocab"]
+    file["added_tokens"] = []
+    vocabulary["<|im_end|>"] = len(vocabulary)
+    path.write_text(json.dumps(file))
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(tmp_path), Tokenizer.load(tmp_path)
+    text = "Hi<|im_end|> there"
+    expected = theirs(text, add_special_tokens=False)["input_ids"]
+    assert vocabulary["<|im_end|>"] in expected
+    assert ours.encode_here(text, add_special_tokens=False) == expected
+    assert ours.text(expected) == theirs.decode(expected, skip_special_tokens=True) == "Hi there"
+
+
 def test_an_added_token_with_an_id_that_it_cannot_have(tmp_path: Path) -> None:
     size = with_files(tmp_path, {})
     with_files(tmp_path, {}, added_tokens_decoder={str(size + 1): token("<|im_end|>")})

@@ -187,6 +187,16 @@ def test_a_cache_that_cannot_be_written_is_no_reason(home: Path) -> None:
     assert Tokenizer.load(home).encode_here("Hello", add_special_tokens=False)
 
 
+@pytest.mark.usefixtures("converted_here")
+def test_a_user_without_a_home_is_no_reason(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    byte_level(home)
+    monkeypatch.setattr(Path, "home", refuse)
+    assert Tokenizer.load(home).encode_here("Hello", add_special_tokens=False)
+
+
 @pytest.mark.parametrize(
     ("files", "words"),
     [

@@ -318,6 +318,14 @@ def test_rotations_of_one_type_of_layers_that_change_with_the_longest_text(tmp_p
     torch.testing.assert_close(logits_of(runner, (0, 0, text))[0], expected, atol=TOLERANCE, rtol=0)
 
 
+def test_rotations_of_a_type_of_layers_that_the_model_has_none_of(tmp_path: Path) -> None:
+    """Transformers completes those alone that some layer has."""
+    long = {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [4.0] * 8, "rope_theta": 10_000.0}
+    ropes = {"full_attention": long, "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}}
+    reference = random_model("gemma3_text", num_hidden_layers=2, rope_parameters=ropes)
+    assert load(reference, tmp_path).info.max_model_len == MAX_LEN
+
+
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_an_untested_type_is_compared_at_load(
     quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,7 @@ from msgspec import Meta
 from roseinfer.errors import ConfigError, InvalidRequest
 from roseinfer.text.answers.reasoning import Effort, ReasoningFormat, Thinking
 from roseinfer.text.answers.tool_formats import find_tool_format, short_id
-from roseinfer.text.tokenizer.files import read_json
+from roseinfer.text.tokenizer.files import read_file, read_json
 from roseinfer.text.tokenizer.tokenizer import TokenizerConfig
 
 VARIABLES_FIELD = "chat_template_kwargs"
@@ -291,9 +291,7 @@ def _checkpoint_templates(directory: Path, config: TokenizerConfig) -> dict[str,
     try:
         if file.is_file():
             others = sorted((directory / "additional_chat_templates").glob("*.jinja"))
-            return {
-                "default" if each is file else each.stem: each.read_text(encoding="utf-8") for each in (*others, file)
-            }
+            return {"default" if each is file else each.stem: read_file(each).decode() for each in (*others, file)}
         entry = config.chat_template or read_json(directory / "chat_template.json").get("chat_template")
         source = msgspec.convert(entry, str | list[_NamedTemplate] | dict[str, str] | None)
     except ValueError as error:  # not UTF-8, or not the shape that checkpoints have

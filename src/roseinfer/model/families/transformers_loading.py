@@ -237,7 +237,7 @@ def max_positions(config: Any, checkpoint: Checkpoint) -> int:
     rope = config.to_dict().get("rope_parameters") or {}
     for kind in (rope, *rope.values()):  # of all layers, or of each type of layers
         if isinstance(kind, dict) and kind.get("rope_type") == "longrope":
-            limit = min(limit, int(kind["original_max_position_embeddings"]))
+            limit = min(limit, int(kind.get("original_max_position_embeddings", limit)))
     if rope.get("rope_type") == "yarn":  # the stretched context, of which config.json may still name the trained one
         limit = max(limit, int((rope.get("factor") or 1) * rope["original_max_position_embeddings"]))
     return limit

@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 
 from roseinfer.errors import ConfigError
-from roseinfer.text.tokenizer.files import NAME, read_json, token_text, tokenizer_file
+from roseinfer.text.tokenizer.files import NAME, read_file, read_json, token_text, tokenizer_file
 
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_ENDS = ("bos_token", "eos_token")
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_LISTS = ("additional_special_tokens", "extra_special_tokens")  # the second one may be an object by name
 
 
 class _Model(msgspec.Struct):
@@ -25,10 +26,10 @@ class _Model(msgspec.Struct):
 def tokenizer_json(directory: Path) -> bytes:
     """The content of a checkpoint's tokenizer.json, or of a converted one. Raises ConfigError."""
     file = tokenizer_file(directory)
-    content = file.read_bytes()
+    content = read_file(file)
     if file != directory / NAME:
         return content  # transformers made it, of the other files too
-    declared, ends = _declared(directory)
+    declared, special = _declared(directory)
     try:
         parts = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
         stored = msgspec.json.decode(parts.get("added_tokens", b"[]"), type=list[dict[str, Any]] | None) or []
@@ -36,11 +37,10 @@ def tokenizer_json(directory: Path) -> bytes:
         for text, token in declared.items():
             if old := tokens.get(text):
                 tokens[text] = {**token, "id": old["id"], "special": old["special"] or token["special"]}
-        if list(tokens.values()) != stored or {*declared, *ends} - tokens.keys():
+        if list(tokens.values()) != stored or {*declared, *special} - tokens.keys():
             vocabulary = msgspec.json.decode(parts.get("model", b"{}"), type=_Model).ids()
-            _add(
-                tokens, declared | {text: _token(text, special=True) for text in ends if text in vocabulary}, vocabulary
-            )
+            named = {text: _token(text, special=True) for text in special if text in vocabulary}
+            _add(tokens, named | declared, vocabulary)
             parts["added_tokens"] = msgspec.Raw(msgspec.json.encode(list(tokens.values())))
             content = msgspec.json.encode(parts)
     except (KeyError, TypeError, msgspec.MsgspecError):
@@ -63,20 +63,23 @@ def _add(tokens: dict[str, dict[str, Any]], new: dict[str, dict[str, Any]], voca
 
 
 def _declared(directory: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The tokens that tokenizer_config.json or, of older checkpoints, added_tokens.json adds, and the two ends."""
+    """The tokens that tokenizer_config.json or, of older checkpoints, added_tokens.json adds, and the special ones."""
     settings = read_json(directory / "tokenizer_config.json")
     named = read_json(directory / "special_tokens_map.json") | settings
-    ends = [text for name in _ENDS if (text := token_text(name, named.get(name)))]
+    values = [named.get(name) for name in _NAMED]
+    for group in map(named.get, _LISTS):
+        values += group.values() if isinstance(group, dict) else group if isinstance(group, list) else ()
+    special = [text for value in values if (text := token_text("_token", value))]
     entries = settings.get("added_tokens_decoder")
     if not isinstance(entries, dict):
         ids = read_json(directory / "added_tokens.json")
-        entries = {token_id: {"content": text, "special": text in ends} for text, token_id in ids.items()}
+        entries = {token_id: {"content": text, "special": text in special} for text, token_id in ids.items()}
     try:
         listed = msgspec.convert(entries, dict[int, dict[str, Any]], strict=False)
         tokens = [_token(**token) | {"id": token_id} for token_id, token in sorted(listed.items())]
     except (TypeError, msgspec.ValidationError) as error:
         raise ConfigError(f"The tokens that are added to {NAME} cannot be read: {error}.", param="model.path") from None
-    return {token["content"]: token for token in tokens}, ends
+    return {token["content"]: token for token in tokens}, special
 
 
 def _token(content: str, *, special: bool = False, **flags: Any) -> dict[str, Any]:

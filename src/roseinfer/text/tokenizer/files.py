@@ -36,8 +36,8 @@ def tokenizer_file(directory: Path) -> Path:
     files = [*models, *(path for name in _SETTINGS if (path := directory / name).is_file())]
     source = hashlib.blake2b(version("transformers").encode(), digest_size=16)
     for path in files:
-        source.update(f"\0{path.name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
-    cache, key = Path.home() / ".cache" / "roseinfer" / "tokenizers", source.hexdigest()
+        source.update(f"\0{path.name}\0".encode() + hashlib.sha256(read_file(path)).digest())
+    cache, key = _cache(), source.hexdigest()
     for kept in cache.glob(f"{key}-*.json"):
         if kept.stem == f"{key}-{_digest(kept)}":
             return kept
@@ -61,9 +61,17 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode(read_file(path), type=dict[str, Any])
     except ValueError as error:
-        raise ConfigError(f"{path.name} cannot be read: {error}.", param="model.path") from None
+        _refuse(f"{path.name} cannot be read: {error}.")
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a file of the checkpoint. Raises ConfigError."""
+    try:
+        return path.read_bytes()
+    except OSError as error:  # such as one of another user
+        _refuse(f"{path} cannot be read: {error.strerror}.")
 
 
 def token_text(name: str, value: object) -> str | None:
@@ -73,6 +81,13 @@ def token_text(name: str, value: object) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
+
+
+def _cache() -> Path:
+    try:
+        return Path.home() / ".cache" / "roseinfer" / "tokenizers"
+    except RuntimeError:  # a user without a home, as containers have
+        return Path(os.devnull)  # where nothing is, and nothing can be written
 
 
 def _digest(path: Path) -> str:

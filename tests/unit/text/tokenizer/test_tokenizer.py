@@ -2,7 +2,9 @@
 
 import ast
 import asyncio
+import errno
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from roseinfer.errors import ConfigError, InvalidRequest, PromptName, PromptTooLong
+from roseinfer.text.text_model import TextModel
 from roseinfer.text.tokenizer.detokenizer import Detokenizer
 from roseinfer.text.tokenizer.tokenizer import (
     INLINE_CHARS,
@@ -49,6 +52,27 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json cannot be read"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+)
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As where it belongs to another user."""
+    write_checkpoint(tmp_path)
+    for each in ("special_tokens_map.json", "chat_template.jinja"):
+        (tmp_path / each).write_text("{}")
+    read = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path.name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ConfigError, match=f"{tmp_path}/{name} cannot be read: Permission denied") as caught:
+        TextModel.load(tmp_path, None, "auto")
+    assert caught.value.param == "model.path"
 
 
 def test_a_family_that_is_not_bytes_is_refused() -> None:
