@@ -302,15 +302,26 @@ def _is_locked_here(file: int, partial: Path) -> bool:
 
 
 def _remove_old(directory: Path) -> None:
-    """Remove all but the files that were used last, and what killed processes left. Raises OSError."""
-    files = [(path.stat().st_mtime_ns, path) for path in directory.glob(f"*{_SUFFIX}")]
-    for _, path in sorted(files, reverse=True)[MAX_FILES:]:
-        _log.info("removing packed weights that were not used lately", extra={"path": str(path)})
-        path.unlink(missing_ok=True)
+    """Remove all but the files that were used last, and what killed processes left.
+
+    What cannot be removed stays, such as another user's, and what another process removes in this moment is gone.
+    """
+    for path in sorted(directory.glob(f"*{_SUFFIX}"), key=_last_use_ns, reverse=True)[MAX_FILES:]:
+        with suppress(OSError):
+            path.unlink()
+            _log.info("removed packed weights that were not used lately", extra={"path": str(path)})
     for path in directory.glob(f"*{_PARTIAL}"):
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if _is_locked_here(file, path):
-                path.unlink(missing_ok=True)
-        finally:
-            os.close(file)
+        with suppress(OSError):
+            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if _is_locked_here(file, path):
+                    path.unlink()
+            finally:
+                os.close(file)
+
+
+def _last_use_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -288,6 +288,28 @@ def test_only_those_used_last_stay_and_what_killed_processes_left_goes(directory
     assert left - {f"{start.cache._key}.packed"} == {"alive.partial", *(f"{i}.packed" for i in range(1, MAX_FILES))}
 
 
+def test_what_cannot_be_removed_keeps_nothing_else(
+    directory: Path, cache_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As another user's files: the weights are kept, and old ones removed."""
+    cache_dir.mkdir()
+    caplog.set_level(logging.INFO)
+    for name in ("a.packed", "a.partial"):
+        (cache_dir / name).mkdir()
+        os.utime(cache_dir / name, (0, 1e8))
+    (cache_dir / "gone.packed").symlink_to(cache_dir / "nowhere")
+    for age in range(1, 10):
+        (cache_dir / f"{age}.packed").touch()
+        os.utime(cache_dir / f"{age}.packed", (0, 1e9 - age))
+
+    Start(directory, cache_dir)
+
+    assert "the packed weights are kept for the next start" in caplog.text
+    assert "not kept" not in caplog.text
+    left = {path.name for path in cache_dir.iterdir() if len(path.stem) < 30}
+    assert left == {"a.packed", "a.partial", *(f"{i}.packed" for i in range(1, MAX_FILES))}
+
+
 def test_what_another_process_is_writing_is_left_alone(
     directory: Path, cache_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
