@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if isinstance(end.__context__, BrokenPipeError):  # rich ends the process so
                 return 0
             if failed := _finish_output(0):
-                return failed
+                return int(end.code or failed)
             raise
         return _finish_output(code)
 
@@ -73,6 +73,8 @@ def _run_command(arguments: Sequence[str]) -> int:
         _drop_output()
         return 0
     except OSError as error:
+        if isinstance(error.__context__, SystemExit):  # what a command does last, on a terminal that is gone
+            raise error.__context__ from None
         return _fail_system(error)
 
 

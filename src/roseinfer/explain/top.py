@@ -206,7 +206,8 @@ def _keys() -> Iterator[Callable[[float], str]]:
     try:
         yield pressed
     finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        with contextlib.suppress(termios.error):  # the terminal may be gone
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
 # --- the screen -------------------------------------------------------------------------------------------------------

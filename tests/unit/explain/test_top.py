@@ -2,6 +2,10 @@
 
 import io
 import json
+import os
+import pty
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -222,3 +226,22 @@ def test_debug_pages_that_are_off_are_named(port: OperationsPort, capsys: pytest
     error: dict[str, Any] = {"error": {"message": "/debug/* is off: no API key is configured."}}
     port.answer("/debug/requests", json.dumps(error).encode(), status=404)
     assert "/debug/* is off" in refusal(capsys, port.url, "--once")
+
+
+def test_a_terminal_that_is_closed_is_no_traceback(port: OperationsPort) -> None:
+    program = (
+        "import fcntl, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL); from roseinfer.cli.main import main; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", program, "top", port.url, "--interval", "3600"]
+    terminal, inside = pty.openpty()
+    with subprocess.Popen(
+        command, stdin=inside, stdout=inside, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        os.close(inside)
+        shown = b""
+        while b"stream-1" not in shown:
+            shown += os.read(terminal, 65536)
+        os.close(terminal)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (129, "")

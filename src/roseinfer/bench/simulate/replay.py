@@ -28,9 +28,9 @@ def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
     """Print the report and the comparison. Returns the exit code."""
     if not arguments.simulate:
         refuse_flags(arguments, _OF_THE_SIMULATOR, "needs --simulate")
-        for source in loaded.sources.values():
-            if source.startswith("--"):
-                raise ConfigError("needs --simulate: the server has its options", param=source)
+        for given_by in loaded.sources.values():
+            if given_by.startswith("--"):
+                raise ConfigError("needs --simulate: the server has its options", param=given_by)
     recording = Recording.load(arguments.file)
     plan = plan_of_recording(recording)
     check_outputs(json=arguments.json, recording=arguments.recording, decision_log=arguments.decision_log)
