@@ -41,6 +41,15 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
     assert caught.value.param == "--json"
 
 
+def test_two_flags_do_not_have_one_file(tmp_path: Path) -> None:
+    """The second would take the place of the first, without a word."""
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with pytest.raises(ConfigError, match="link is the file of --json too") as caught:
+        check_outputs(json=tmp_path / "file", recording=tmp_path / "link")
+    assert caught.value.param == "--recording"
+    check_outputs(json=Path("/dev/null"), recording=Path("/dev/null"))
+
+
 def test_what_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
     old, new, target = tmp_path / "old", tmp_path / "new", tmp_path / "target"
     old.write_bytes(b"an older one")
