@@ -45,6 +45,7 @@ def telemetry_main(fd: int) -> int:
     `fd` is the socket over which the setup comes, then those of the operations port, the end of a passage, and then the
     sockets of its forks.
     """
+    server_pid = os.getppid()
     live_as_child()
     with socket.socket(fileno=fd) as control:
         try:
@@ -59,14 +60,18 @@ def telemetry_main(fd: int) -> int:
     be_nicer(TELEMETRY_NICENESS - FRONT_END_NICENESS)  # sooner, it would not get through its imports beside a load
     take_turns()  # a scrape wakes it several times, each time within a step whose threads wait for each other
     with connection, closing(logs.configure(setup.config.observe, sys.stderr)) as output:
-        asyncio.run(_observe(connection, setup, ports, passage, output))
+        asyncio.run(_observe(connection, setup, (ports, passage), output, server_pid))
     return 0
 
 
 async def _observe(
-    connection: socket.socket, setup: Setup, ports: Sequence[int], passage: int, output: logs.LogOutput
+    connection: socket.socket,
+    setup: Setup,
+    descriptors: tuple[Sequence[int], int],
+    output: logs.LogOutput,
+    server_pid: int,
 ) -> None:
-    """Observe, and serve the operations port, until the front end has gone."""
+    """Observe, and serve the operations port, until the front end has gone. `descriptors` are as for `_ops_port`."""
     receiver, gone = Receiver(), asyncio.Event()
     link = Link(receiver.replies(), receiver.take, gone.set)
 
@@ -75,7 +80,7 @@ async def _observe(
 
     try:
         observation = Observation(
-            setup.config, __version__, num_dropped, receiver.take_gc_pauses_ns, lambda: receiver.spent_ns
+            setup.config, __version__, num_dropped, receiver.take_gc_pauses_ns, lambda: receiver.spent_ns, server_pid
         )
     except ConfigError as error:
         receiver.refuse(error)
@@ -83,7 +88,7 @@ async def _observe(
         return
     try:
         receiver.open(observation)
-        async with _ops_port(setup, ports, passage, receiver, link, observation):
+        async with _ops_port(setup, *descriptors, receiver, link, observation):
             await _hear(link, connection, gone)
     finally:
         observation.close()

@@ -90,8 +90,9 @@ class Observation:
         num_dropped_log_lines: Callable[[], int],
         take_gc_pauses_ns: Callable[[], Sequence[int]],
         spent_ns: Callable[[], int] | None = None,
+        server_pid: int | None = None,
     ) -> None:
-        """`spent_ns` reports what the front end spends on facts, where it is another process.
+        """`spent_ns` reports what the front end spends on facts, and `server_pid` is its id, if it is another process.
 
         Raises ConfigError for a rule that makes no sense.
         """
@@ -116,14 +117,16 @@ class Observation:
             otel.check_limits(environment)
             from roseinfer.observe.tracing.tracing import make_tracing  # imports the SDK
 
-            made = make_tracing(config, version, self.metrics, self.attribution, exporters, environment)
+            made = make_tracing(config, version, self.metrics, self.attribution, exporters, environment, server_pid)
             self._tracing.append(made)
         self._metrics_exports = []
         if exporters := otel.exporter_names("metrics", None, environment):
             from roseinfer.observe.metrics.otlp import make_metrics_export  # imports the SDK
 
             name = config.served_model_name
-            self._metrics_exports.append(make_metrics_export(self.metrics, name, version, exporters, environment))
+            self._metrics_exports.append(
+                make_metrics_export(self.metrics, name, version, exporters, environment, server_pid)
+            )
         summaries = Logs(observe.log_summary_interval_s)
         # The recorder is first: a gap that the others find to be too slow is then in what they freeze.
         observers = [self.flight, self.attribution, self.metrics, *self.capture.observers, summaries, *self._tracing]

@@ -93,7 +93,7 @@ def exporter_names(signal: Signal, endpoint: str | None, environment: Environmen
     _, names = given(environment, f"OTEL_{signal.upper()}_EXPORTER")
     if not names and signal == "traces" and (endpoint or given(environment, *_names(signal, "ENDPOINT"))[1]):
         names = "otlp"
-    return [name.strip() for name in names.split(",") if name.strip() not in {"", "none"}]
+    return [name for name in dict.fromkeys(map(str.strip, names.split(","))) if name not in {"", "none"}]
 
 
 def _names(signal: Signal, kind: str) -> tuple[str, str]:
@@ -215,8 +215,12 @@ def _check_files(signal: Signal, environment: Environment) -> None:
         raise ConfigError(f"the file {path!r} cannot be used: {error.strerror or error}", param=name) from None
 
 
-def make_resource(version: str) -> Any:
-    """Returns what all spans and metrics say of this process; OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME win."""
+def make_resource(version: str, server_pid: int | None = None) -> Any:
+    """Returns what all spans and metrics say of this server; OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME win.
+
+    `server_pid` is its front end's, where that is another process: a telemetry process that is started again is no
+    other server, whose counters a collector would add to those of the one before.
+    """
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     variable, text = given(sdk_environment(), "OTEL_RESOURCE_ATTRIBUTES")
@@ -226,7 +230,7 @@ def make_resource(version: str) -> Any:
     ours = {
         semconv.SERVICE_NAME: semconv.PROVIDER,
         semconv.SERVICE_VERSION: version,
-        semconv.SERVICE_INSTANCE_ID: f"{socket.gethostname()}:{os.getpid()}",
+        semconv.SERVICE_INSTANCE_ID: f"{socket.gethostname()}:{server_pid or os.getpid()}",
     }
     return Resource.create({**ours, **OTELResourceDetector().detect().attributes})
 

@@ -226,6 +226,12 @@ def test_a_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(collector.spans()) == 8
 
 
+def test_an_exporter_that_is_named_twice_sends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with receiving() as collector:
+        Server(monkeypatch, collector.url, OTEL_TRACES_EXPORTER="otlp, otlp").serve_and_close()
+    assert len(collector.spans()) == 8
+
+
 def test_a_batch_is_no_larger_than_a_queue_that_was_chosen_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with receiving() as collector:
         Server(monkeypatch, collector.url, OTEL_BSP_MAX_QUEUE_SIZE="100").serve_and_close()

@@ -563,6 +563,7 @@ _REQUESTS = (
     ),
 )
 
+START_TIME = "roseinfer_start_time_seconds"
 _ENGINE = (
     gauge(
         "roseinfer_num_requests_running",
@@ -615,7 +616,7 @@ _ENGINE = (
         "Starts of a new engine in the place of one that had died or hung (engine.on_failure).",
     ),
     gauge(
-        "roseinfer_start_time_seconds",
+        START_TIME,
         "seconds",
         lambda state: {"": state.start_unix_s},
         "Unix time at which this server was started. Another value under the same labels is another process.",

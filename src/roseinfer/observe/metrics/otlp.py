@@ -32,7 +32,7 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from roseinfer.errors import ConfigError
 from roseinfer.observe import otel
-from roseinfer.observe.metrics.catalogue import VLLM_NAMES, Row
+from roseinfer.observe.metrics.catalogue import START_TIME, VLLM_NAMES, Row
 from roseinfer.observe.metrics.histogram import SCHEMA, Histogram
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.metrics.protobuf import Exemplars, Values
@@ -48,6 +48,16 @@ _CUMULATIVE = AggregationTemporality.CUMULATIVE
 _UNKNOWN: Any = None  # the least and the greatest value, which the protocol lets one leave out
 
 
+_BEGIN_ANEW = frozenset({"roseinfer_gap_seconds_total", "roseinfer_slow_gaps_total"})
+_Period = tuple[int, int]
+"""When the counting of a point began, and its moment, in Unix nanoseconds."""
+
+
+def _begins_anew(row: Row) -> bool:
+    """Returns whether a telemetry process that is started again counts from 0, where the front end knows no count."""
+    return row.kind == "histogram" or row.name in _BEGIN_ANEW
+
+
 class Points:
     """Makes data points of what metrics hold."""
 
@@ -57,47 +67,51 @@ class Points:
         self._scope = InstrumentationScope("roseinfer", version)
         self._model_name = model_name
         self._is_exponential = is_exponential
-        self._start_ns = time.time_ns()
+        self._begin_ns = time.time_ns()
 
     def of(self, snapshot: Iterable[tuple[Row, Values, Exemplars]]) -> MetricsData:
         """Returns what an exporter takes. The rows under vLLM's names are left out: pickers scrape them."""
         now_ns = time.time_ns()
         rows = [each for each in snapshot if each[0].name not in VLLM_NAMES]
-        metrics = [self._metric(row, values, exemplars, now_ns) for row, values, exemplars in rows]
+        server_ns = next(int(values[()] * 1e9) for row, values, _ in rows if row.name == START_TIME)
+        metrics = [
+            self._metric(row, values, exemplars, (self._begin_ns if _begins_anew(row) else server_ns, now_ns))
+            for row, values, exemplars in rows
+        ]
         scoped = ScopeMetrics(self._scope, metrics, schema_url="")
         return MetricsData([ResourceMetrics(self._resource, [scoped], schema_url="")])
 
-    def _metric(self, row: Row, values: Values, exemplars: Exemplars, now_ns: int) -> Metric:
+    def _metric(self, row: Row, values: Values, exemplars: Exemplars, period: _Period) -> Metric:
         constant = {"model_name": self._model_name} if row.is_per_model else {}
         data: Any
         if row.kind == "info":
             labels = {name: str(value) for (name,), value in values.items()}
-            data = Gauge([self._number({**constant, **labels}, 1, now_ns)] if values else [])
+            data = Gauge([self._number({**constant, **labels}, 1, period)] if values else [])
             return Metric(row.name, row.help, _UNITS[""], data)
         points: list[Any] = []
         for child, value in values.items():
             labels = constant | dict(zip([label.name for label in row.labels], child, strict=True))
             if isinstance(value, Histogram):
-                points.append(self._histogram(labels, value, exemplars.get(child, ()), now_ns))
+                points.append(self._histogram(labels, value, exemplars.get(child, ()), period))
             else:
                 assert isinstance(value, int | float)
-                points.append(self._number(labels, value, now_ns))
+                points.append(self._number(labels, value, period))
         if row.kind == "histogram":
             data = (ExponentialHistogram if self._is_exponential else ExplicitHistogram)(points, _CUMULATIVE)
         else:
             data = Gauge(points) if row.kind == "gauge" else Sum(points, _CUMULATIVE, is_monotonic=True)
         return Metric(row.name, row.help, _UNITS.get(row.unit, f"{{{row.unit}}}"), data)
 
-    def _number(self, labels: Mapping[str, str], value: float, now_ns: int) -> NumberDataPoint:
-        return NumberDataPoint(labels, self._start_ns, now_ns, value)
+    def _number(self, labels: Mapping[str, str], value: float, period: _Period) -> NumberDataPoint:
+        return NumberDataPoint(labels, *period, value)
 
     def _histogram(
-        self, labels: Mapping[str, str], values: Histogram, exemplars: Sequence[Any | None], now_ns: int
+        self, labels: Mapping[str, str], values: Histogram, exemplars: Sequence[Any | None], period: _Period
     ) -> HistogramDataPoint | ExponentialHistogramDataPoint:
         same: dict[str, Any] = {
             "attributes": labels,
-            "start_time_unix_nano": self._start_ns,
-            "time_unix_nano": now_ns,
+            "start_time_unix_nano": period[0],
+            "time_unix_nano": period[1],
             "count": sum(values.counts),
             "sum": values.total,
             "min": _UNKNOWN,
@@ -166,9 +180,17 @@ class MetricsExport:
 
 
 def make_metrics_export(
-    metrics: Metrics, model_name: str, version: str, exporter_names: Iterable[str], environment: otel.Environment
+    metrics: Metrics,
+    model_name: str,
+    version: str,
+    exporter_names: Iterable[str],
+    environment: otel.Environment,
+    server_pid: int | None = None,
 ) -> MetricsExport:
-    """Returns the running export to what `otel.exporter_names` gives. Raises ConfigError."""
+    """Returns the running export to what `otel.exporter_names` gives. Raises ConfigError.
+
+    `server_pid` is as for `otel.make_resource`.
+    """
     _, temporality = otel.given(environment, _TEMPORALITY)
     if temporality.lower() not in {"", "cumulative"}:
         raise ConfigError(f"{temporality!r} is not cumulative, as all counts here are", param=_TEMPORALITY)
@@ -182,7 +204,8 @@ def make_metrics_export(
         raise ConfigError(f"{exemplar_filter!r} is none of {', '.join(_EXEMPLAR_FILTERS)}", param=_EXEMPLAR_FILTER)
     exporters = otel.make_exporters("metrics", exporter_names, None, environment)
     is_exponential = aggregation == _AGGREGATIONS[0]
-    points = Points(otel.make_resource(version), version, model_name, is_exponential=is_exponential)
+    resource = otel.make_resource(version, server_pid)
+    points = Points(resource, version, model_name, is_exponential=is_exponential)
     _, interval_ms = otel.given(environment, "OTEL_METRIC_EXPORT_INTERVAL")
     _, timeout_ms = otel.given(environment, "OTEL_METRIC_EXPORT_TIMEOUT")
     has_exemplars = exemplar_filter == _EXEMPLAR_FILTERS[0]

@@ -4,8 +4,9 @@ Spans are made when everything has happened, so a start and an end are given and
 nanoseconds, which `Spans` places on the calendar.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import msgspec
@@ -162,10 +163,12 @@ def request_name(timeline: RequestTimeline, attributes: Mapping[str, Value]) -> 
 def request_parts(timeline: RequestTimeline) -> Iterator[Part]:
     """Yields what a request went through, part after part, without a hole from its first byte to its last write.
 
-    The part in which it ended goes to its end. `write` is from the last token to the last write.
+    The part in which it ended goes to its end, and tokens that the engine made later are in none. `write` is from the
+    last token to the last write.
     """
-    tokens, writes, end_ns = timeline.token_ns, timeline.write_ns, timeline.end_ns
-    for name, start_ns, stop_ns in intervals.stages(timeline, end_ns):
+    writes, end_ns = timeline.write_ns, timeline.end_ns
+    tokens = timeline.token_ns[: bisect_right(timeline.token_ns, end_ns)]
+    for name, start_ns, stop_ns in intervals.stages(replace(timeline, token_ns=tokens), end_ns):
         if name != "decode" or len(tokens) > 1:
             yield Part(f"roseinfer.{_STAGE_SPANS.get(name, name)}", start_ns, stop_ns)
     if tokens:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import format_trace_id
@@ -177,10 +178,11 @@ def make_tracing(
     attribution: Attribution,
     exporter_names: Sequence[str],
     environment: otel.Environment,
+    server_pid: int | None = None,
 ) -> Tracing:
     """Returns the observer that traces, with the SDK set up behind it. Raises ConfigError.
 
-    `exporter_names` are those of `otel.exporter_names`, at least one.
+    `exporter_names` are those of `otel.exporter_names`, at least one; `server_pid` is as for `otel.make_resource`.
     """
     options = config.tracing
     attributes: dict[str, Value] = {
@@ -196,7 +198,7 @@ def make_tracing(
     max_queued = int(otel.given(environment, "OTEL_BSP_MAX_QUEUE_SIZE")[1] or _DEFAULT_MAX_QUEUED)
     _, given_batch = otel.given(environment, "OTEL_BSP_MAX_EXPORT_BATCH_SIZE")
     max_batch = int(given_batch or min(max_queued, _DEFAULT_MAX_BATCH))
-    provider = _make_provider(ids, version)
+    provider = _make_provider(ids, otel.make_resource(version, server_pid))
 
     def on_lost(trace_id: int) -> None:
         metrics.forget_exemplars(format_trace_id(trace_id))
@@ -210,12 +212,10 @@ def make_tracing(
     return tracing
 
 
-def _make_provider(ids: PlannedIds, version: str) -> TracerProvider:
+def _make_provider(ids: PlannedIds, resource: Resource) -> TracerProvider:
     """Returns a provider that exports what it is given, since it is decided before whether a span is made."""
     try:
         limits = SpanLimits()
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return TracerProvider(
-        ALWAYS_ON, otel.make_resource(version), shutdown_on_exit=False, id_generator=ids, span_limits=limits
-    )
+    return TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False, id_generator=ids, span_limits=limits)

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import msgspec
 import pytest
 from opentelemetry.proto.metrics.v1.metrics_pb2 import AggregationTemporality, Metric
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer.errors import ConfigError
@@ -19,6 +21,7 @@ from roseinfer.observe.metrics.otlp import MetricsExport, make_metrics_export
 from tests.collector import ReceivingCollector, attributes, receiving, receiving_grpc
 from tests.unit.observe.facts import ENGINE, MS, Traffic, make_metrics
 
+SERVER_PID = 7
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 AGGREGATION = "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION"
 MOVING = ("roseinfer_observability", "roseinfer_scrape", "roseinfer_engine_last_step", "roseinfer_host")
@@ -49,7 +52,7 @@ def export(monkeypatch: pytest.MonkeyPatch, metrics: Metrics, **environment: str
     for name, value in {"OTEL_METRICS_EXPORTER": "otlp", **environment}.items():
         monkeypatch.setenv(name, value)
     names = otel.exporter_names("metrics", None, os.environ)
-    return make_metrics_export(metrics, "tiny", "1.2.3", names, os.environ)
+    return make_metrics_export(metrics, "tiny", "1.2.3", names, os.environ, SERVER_PID)
 
 
 def series(metrics: dict[str, Metric]) -> Iterator[tuple[tuple[str, frozenset[tuple[str, str]]], Any]]:
@@ -88,6 +91,27 @@ def test_the_collector_gets_what_the_page_says(monkeypatch: pytest.MonkeyPatch, 
     assert found["roseinfer_request_duration_seconds"].unit == "s"
     resource = collector.metrics_requests[0].resource_metrics[0].resource
     assert attributes(resource.attributes)["service.name"] == "roseinfer"
+
+
+def test_a_telemetry_process_that_is_started_again_is_the_same_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the front end counts goes on from the server's start, and the rest begins anew, later."""
+    metrics = busy_metrics()
+    running = msgspec.structs.replace(metrics.totals.running(), start_unix_s=1e9)
+    again = make_metrics()
+    again.set_engine_info(ENGINE)
+    again.resume(running, 0, 1)
+    with receiving() as collector:
+        export(monkeypatch, again, **{ENDPOINT: collector.url}).close()
+    (resource,) = {message.resource_metrics[0].resource.SerializeToString() for message in collector.metrics_requests}
+    assert str(attributes(Resource.FromString(resource).attributes)["service.instance.id"]).endswith(f":{SERVER_PID}")
+    start_ns: dict[str, set[int]] = {}
+    for (name, _), point in series(collector.metrics()):
+        start_ns.setdefault(name, set()).add(point.start_time_unix_nano)
+    begun_anew = {"roseinfer_gap_seconds_total", "roseinfer_slow_gaps_total", INTER_TOKEN_LATENCY}
+    (anew_ns,) = set.union(*(start_ns[name] for name in begun_anew))
+    assert anew_ns > 1e18
+    for name in ("roseinfer_generation_tokens_total", "roseinfer_requests_received_total", "roseinfer_requests_total"):
+        assert start_ns[name] == {10**18}
 
 
 def test_a_bucket_of_opentelemetry_begins_where_its_index_says(monkeypatch: pytest.MonkeyPatch) -> None:

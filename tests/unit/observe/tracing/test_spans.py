@@ -56,6 +56,17 @@ def test_children_have_the_stamps_of_the_timeline_and_leave_no_hole() -> None:
     assert {child.kind for child in children} == {SpanKind.INTERNAL}
 
 
+@pytest.mark.parametrize("num_later", [1, 2, 3])
+def test_no_part_ends_after_its_request(num_later: int) -> None:
+    """Tokens that the engine made before it heard of the end are in none."""
+    timeline = make_timeline(finish_reason=FinishReason.ABORT, write_ns=[])
+    assert len(timeline.token_ns) == 3
+    timeline.end_ns = timeline.token_ns[-num_later] - 1
+    whole, *children = make_spans(timeline)
+    assert children[-1].end_time == whole.end_time == timeline.end_ns
+    assert all(earlier.end_time == later.start_time for earlier, later in pairwise(children))
+
+
 def lives() -> Iterator[tuple[dict[str, object], str, int]]:
     """What a request did not reach, its last part, and where that begins."""
     unreached: dict[str, object] = {"write_ns": [], "token_ns": []}
@@ -89,8 +100,8 @@ def test_a_token_that_came_after_the_end_ends_no_part_before_it_began() -> None:
     timeline = make_timeline(token_ns=[1031 * MS, 1200 * MS], write_ns=[1063 * MS], finish_reason=FinishReason.ABORT)
     found = make_spans(timeline)
     assert all(span.start_time <= span.end_time for span in found if span.start_time and span.end_time)
-    assert named(found)["decode"] == (1031 * MS, 1200 * MS)
-    assert "write" not in named(found)
+    assert "decode" not in named(found)
+    assert named(found)["write"] == (1031 * MS, 1063 * MS)
 
 
 def test_attributes_are_those_of_the_conventions_and_unknown_ones_are_absent() -> None:
