@@ -6,6 +6,7 @@ counts its work, so that neither a compilation nor a mask takes longer than the 
 
 import dataclasses
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -102,6 +103,10 @@ class Vocabulary:
         if tags not in self._thought_tokens:
             self._thought_tokens[tags] = self._find_thought_tokens(*tags)
         return self._thought_tokens[tags]
+
+    def knows_tags(self, thought: Thought | None) -> bool:
+        """Whether `thought_tokens` has found those between these tags before."""
+        return thought is None or (thought.opening, thought.closing) in self._thought_tokens
 
     def _find_thought_tokens(self, opening: str, closing: str) -> ThoughtTokens:
         tags = {token_id: name for token_id, name in self._file.control.items() if name in {opening, closing}}
@@ -344,6 +349,7 @@ class GrammarCompiler:
     def __init__(self, vocabulary: Vocabulary, cache_bytes: int = CACHE_BYTES) -> None:
         self._vocabulary = vocabulary
         self._cache = GrammarCache[Compiled](cache_bytes, lambda grammar, _: entry_bytes(grammar))
+        self._caching = threading.Lock()  # the engine's thread opens what is known, and this one puts what it compiled
         self._thread = ThreadPoolExecutor(1, "grammar")
 
     @property
@@ -351,29 +357,51 @@ class GrammarCompiler:
         return self._vocabulary.vocab_size
 
     def open(self, grammar: Grammar) -> "Future[Matcher]":
-        """The future raises InvalidRequest for what does not compile."""
-        return self._thread.submit(self._open, grammar)
+        """The future raises InvalidRequest for what does not compile. It is done where nothing has to be compiled."""
+        known = [self._find(part) for part in _parts(grammar)]
+        compiled = [part for part in known if part is not None]
+        if len(compiled) < len(known) or not self._vocabulary.knows_tags(grammar.thought):
+            return self._thread.submit(self._open, grammar)
+        opened: Future[Matcher] = Future()
+        opened.set_result(self._matcher(grammar, compiled))
+        return opened
 
     def _open(self, grammar: Grammar) -> Matcher:
-        thought = grammar.thought
-        if thought is None:
-            return self._compile(grammar).matcher()
-        tokens = self._vocabulary.thought_tokens(thought)
-        if grammar.kind == "text":
-            return ThoughtMatcher(thought, tokens, None, None)
-        # Thoughts of any length share what is compiled.
-        before, behind = (
-            self._compile(replace(grammar, thought=replace(thought, is_open=is_open, max_tokens=None))).matcher()
-            for is_open in (thought.is_open, True)
-        )
-        return ThoughtMatcher(thought, tokens, before, behind)
+        return self._matcher(grammar, [self._compile(part) for part in _parts(grammar)])
+
+    def _matcher(self, grammar: Grammar, compiled: list[Compiled]) -> Matcher:
+        if grammar.thought is None:
+            return compiled[0].matcher()
+        tokens = self._vocabulary.thought_tokens(grammar.thought)
+        before, behind = [part.matcher() for part in compiled] or (None, None)
+        return ThoughtMatcher(grammar.thought, tokens, before, behind)
 
     def _compile(self, grammar: Grammar) -> Compiled:
-        compiled = self._cache.get(grammar)
-        if compiled is not None and compiled.is_worn:  # its sequences use it to their end
-            self._cache.remove(grammar)
-            compiled = None
+        compiled = self._find(grammar)
         if compiled is None:
             compiled = self._vocabulary.compile(grammar)
-            self._cache.put(grammar, compiled)
+            with self._caching:
+                self._cache.put(grammar, compiled)
         return compiled
+
+    def _find(self, grammar: Grammar) -> Compiled | None:
+        with self._caching:
+            compiled = self._cache.get(grammar)
+            if compiled is None or not compiled.is_worn:
+                return compiled
+            self._cache.remove(grammar)  # its sequences use it to their end
+            return None
+
+
+def _parts(grammar: Grammar) -> list[Grammar]:
+    """What has to be compiled: of a form with thoughts, one for the text's beginning and one behind the thoughts."""
+    thought = grammar.thought
+    if thought is None:
+        return [grammar]
+    if grammar.kind == "text":
+        return []
+    # Thoughts of any length share what is compiled.
+    return [
+        replace(grammar, thought=replace(thought, is_open=is_open, max_tokens=None))
+        for is_open in (thought.is_open, True)
+    ]

@@ -27,7 +27,7 @@ Made = TypeVar("Made")
 
 
 class GrammarCache(Generic[Made]):
-    """Keeps what was made of the grammars used last, up to a number of bytes. One thread uses it.
+    """Keeps what was made of the grammars used last, up to a number of bytes. One thread uses it at a time.
 
     The newest stays however large it is: the other sequences of its request need it next.
     """

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -487,6 +488,31 @@ def test_a_grammar_that_met_its_limit_in_a_token_is_compiled_anew(
     while not matcher.has_failed:
         matcher.accept(int(random.choice([*b"ab"])))
     assert compiled.is_worn
+
+
+@pytest.mark.parametrize("thought", [None, Thought("<think>", "</think>", is_open=False, max_tokens=3)])
+def test_a_grammar_that_was_compiled_before_waits_for_no_other(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, thought: Thought | None
+) -> None:
+    """One client's slow grammars would hold up the first token of all others with a form."""
+    compiler, known, may_end = (
+        GrammarCompiler(vocabulary),
+        msgspec.structs.replace(grammar(1), thought=thought),
+        threading.Event(),
+    )
+    compiler.open(known).result()
+    compile_one = vocabulary.compile
+
+    def compile_slowly(grammar: Grammar) -> Compiled:
+        assert may_end.wait(30)
+        return compile_one(grammar)
+
+    monkeypatch.setattr(vocabulary, "compile", compile_slowly)
+    slow = compiler.open(grammar(2))
+    assert compiler.open(known).done()
+    assert not slow.done()
+    may_end.set()
+    assert not slow.result().has_failed
 
 
 def test_a_sequence_is_not_ended_by_the_states_that_others_found(
