@@ -263,6 +263,7 @@ class PromptName:
 
     param: str
     beside: tuple[str, ...] = ()
+    is_text: bool = False  # and its tokens are the tokenizer's
 
     def __str__(self) -> str:
         others = " and ".join(f"`{name}`" for name in self.beside)

@@ -357,6 +357,12 @@ def check_request(
     check_value(msgspec.structs.asdict(params), SamplingParams)
     if not prompt_token_ids:
         raise InvalidRequest(f"`{name.param}` is empty.", param=name.param)
+    if name.is_text and max(prompt_token_ids) >= info.vocab_size:
+        raise InvalidRequest(
+            f"{name}: the tokenizer has the token {max(prompt_token_ids)} for what is in it, and the model knows "
+            f"{info.vocab_size}. The files of this checkpoint do not belong together.",
+            param=name.param,
+        )
     known = list[Annotated[int, Meta(ge=0, lt=info.vocab_size)]]
     for where, token_ids in ((name.param, prompt_token_ids), ("stop_token_ids", params.stop_token_ids)):
         check_value(token_ids, known, where, f"; the vocabulary has {info.vocab_size} tokens")

@@ -195,7 +195,7 @@ class LLM:
                 self._loop.begin(self._drive_text(stream, wanted, prompt))
             else:
                 token_ids = self._encode([prompt])[0] if isinstance(prompt, str) else prompt
-                encoded = EncodedPrompt(token_ids, PromptName("prompt"))
+                encoded = EncodedPrompt(token_ids, PromptName("prompt", is_text=isinstance(prompt, str)))
                 self._loop.begin(self._drive([stream], self._new_generation([stream], wanted, [encoded])))
         except BaseException:
             self._leave_place(stream)
@@ -225,7 +225,9 @@ class LLM:
         given = [as_prompt(prompt, f"prompts[{i}]") for i, prompt in enumerate(as_prompts(prompts))]
         texts = iter(self._encode([prompt for prompt in given if isinstance(prompt, str)]))
         return [
-            EncodedPrompt(next(texts) if isinstance(prompt, str) else prompt, PromptName(f"prompts[{i}]"))
+            EncodedPrompt(next(texts), PromptName(f"prompts[{i}]", is_text=True))
+            if isinstance(prompt, str)
+            else EncodedPrompt(prompt, PromptName(f"prompts[{i}]"))
             for i, prompt in enumerate(given)
         ]
 
@@ -402,7 +404,7 @@ class LLM:
         with self._running([stream]):
             async with self._encoding:
                 [token_ids] = await self.tokenizer.encode([text], add_special_tokens=True)
-                prompt = EncodedPrompt(token_ids, PromptName("prompt"))
+                prompt = EncodedPrompt(token_ids, PromptName("prompt", is_text=True))
                 generation = self._new_generation([stream], wanted, [prompt])
             await self._run([stream], generation)
 

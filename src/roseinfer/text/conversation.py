@@ -96,7 +96,7 @@ async def encode_conversation(conversation: Conversation, text_model: TextModel,
         raise InvalidRequest("`tools`: This model's chat template does not know tools.", param="tools")
     # The template writes all of these into the prompt, so what is too long may be any of them.
     written = {"tools": tools, VARIABLES_FIELD: conversation.variables}
-    name = PromptName(conversation.field, tuple(field for field, value in written.items() if value))
+    name = PromptName(conversation.field, tuple(field for field, value in written.items() if value), is_text=True)
     variables = {**template.thinking_variables(conversation.thinking), **conversation.variables}
     turns, refusal = conversation.turns, None
     # System turns behind the head as the user's, and then all of them so.

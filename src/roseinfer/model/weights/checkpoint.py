@@ -41,6 +41,12 @@ _UNSERVED_SAMPLING = {  # unsupported fields of generation_config.json, and thei
     "begin_suppress_tokens": [],
     "forced_bos_token_id": None,
     "sequence_bias": {},
+    "forced_eos_token_id": None,
+    "stop_strings": [],
+    "guidance_scale": 1.0,
+    "penalty_alpha": 0.0,
+    "top_h": None,
+    "exponential_decay_length_penalty": None,
 }
 
 _MADVISE = None  # madvise(2)

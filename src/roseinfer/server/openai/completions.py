@@ -69,8 +69,10 @@ async def encode_prompts(
             limit = f"This model's maximum context length is {max_model_len} tokens"
             raise PromptTooLong(f"{limit}; the {len(parts)} of `{field}` do not fit.", param=field)
         return [PromptName(field)], [[part for part in parts if isinstance(part, int)]]
-    names = [PromptName(field if isinstance(given, str) else f"{field}[{index}]") for index in range(len(parts))]
-    if isinstance(parts[0], list):
+    is_text = isinstance(parts[0], str)
+    params = [field] if isinstance(given, str) else [f"{field}[{index}]" for index in range(len(parts))]
+    names = [PromptName(param, is_text=is_text) for param in params]
+    if not is_text:
         return names, [part for part in parts if isinstance(part, list)]
     texts = [part for part in parts if isinstance(part, str)]
     return names, await tokenizer.encode_prompts(texts, max_model_len, names, add_special_tokens=True)

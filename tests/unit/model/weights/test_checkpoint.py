@@ -303,6 +303,9 @@ def test_what_is_not_served_of_sampling_is_named(directory: Path, caplog: pytest
     assert caplog.messages == []
     defaults_of(directory, {"temperature": 0.7, "repetition_penalty": 1.05, "typical_p": 0.9})
     assert caplog.messages == ["generation_config.json: typical_p=0.9 is not supported and has no effect"]
+    caplog.clear()
+    defaults_of(directory, {"stop_strings": ["\n\n"], "guidance_scale": 1, "forced_eos_token_id": None})
+    assert caplog.messages == ["generation_config.json: stop_strings=['\\n\\n'] is not supported and has no effect"]
 
 
 @pytest.mark.parametrize(
