@@ -235,6 +235,21 @@ def test_killed_twice_it_makes_the_same_file(run: Callable[..., tuple[Answers, A
     assert without_times(read(output)) == without_times(answers)
 
 
+def test_a_signal_is_heard_among_lines_that_wait_for_nothing(tmp_path: Path) -> None:
+    """They were refused, or answered by an earlier run, in one turn of the event loop."""
+    source, output = tmp_path / "in", tmp_path / "out"
+    source.write_text("{\n" * 3_000_000)
+    with subprocess.Popen(command_of(source, output), stdout=subprocess.PIPE, text=True) as process:
+        journal, deadline = tmp_path / "out.partial", time.monotonic() + 60
+        while (journal.stat().st_size if journal.exists() else 0) < 10_000:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "of 3000000 lines are answered; the same command goes on" in said
+
+
 def test_a_reader_that_leaves_ends_no_batch(tmp_path: Path) -> None:
     """As in `| head -1`: what it prints is less than what it writes."""
     source, output = write(tmp_path / "in", [chat("a", "x")]), tmp_path / "out"

@@ -174,7 +174,11 @@ def answer_here(file: Path, num_lines: int, journal: Journal, config: Config, ta
 async def answer_all(file: Path, num_lines: int, journal: Journal, config: Config, tally: Tally) -> None:
     """Keep twice as many lines under way as the engine runs at once, until all are answered. Raises EngineError."""
     lines = unanswered(file, journal, tally)
-    first = next(lines, None)
+    first = None
+    for first in lines:
+        if first is not None:
+            break
+        await asyncio.sleep(0)  # in which a signal is heard
     if first is None:  # a run was killed between its last answer and its end
         return
     with show_loading(config.model.path) as on_progress:
@@ -189,7 +193,7 @@ async def answer_all(file: Path, num_lines: int, journal: Journal, config: Confi
 
 async def answer_with(
     engine: LineEngine,
-    lines: Iterator[tuple[int, bytes]],
+    lines: Iterator[tuple[int, bytes] | None],
     file: Path,
     num_lines: int,
     journal: Journal,
@@ -211,14 +215,18 @@ async def answer_with(
 
 
 async def _work(
-    lines: Iterator[tuple[int, bytes]],
+    lines: Iterator[tuple[int, bytes] | None],
     engine: LineEngine,
     journal: Journal,
     tally: Tally,
     report: Callable[[Tally], None],
 ) -> None:
     """Answer lines of an iterator that all workers share, until it is empty."""
-    for index, raw in lines:
+    for line in lines:
+        await asyncio.sleep(0)  # lines that wait for nothing may be many: meanwhile no signal would be heard
+        if line is None:
+            continue
+        index, raw = line
         answer = await engine.answer(raw)
         journal.add(index, digest_of(raw), answer.line, is_error=answer.is_error)
         tally.add(answer)
@@ -231,13 +239,17 @@ def report(progress: Progress, file: Path, num_lines: int, tally: Tally) -> None
         progress.update(done=tally.num_before + tally.num_answers, what=f"answering {file}, {tally.rates(num_lines)}")
 
 
-def unanswered(file: Path, journal: Journal, tally: Tally) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines without an answer. A line with no name, or with that of one before it, gets its error here."""
+def unanswered(file: Path, journal: Journal, tally: Tally) -> Iterator[tuple[int, bytes] | None]:
+    """Yields the lines without an answer, and None for each of the others.
+
+    A line with no name, or with that of one before it, gets its error here.
+    """
     first_with: dict[str, int] = {}
     for index, raw in read_lines(file):
         name = custom_id_of(raw)
         first = index if name is None else first_with.setdefault(name, index)
         if journal.has_answer(index, digest_of(raw)):
+            yield None
             continue
         error = nameless(index, raw) if name is None else None
         if first != index:
@@ -248,6 +260,7 @@ def unanswered(file: Path, journal: Journal, tally: Tally) -> Iterator[tuple[int
         answer = refuse(raw, error, name)
         journal.add(index, digest_of(raw), answer.line, is_error=True)
         tally.add(answer)
+        yield None
 
 
 def nameless(index: int, raw: bytes) -> InvalidRequest | None:

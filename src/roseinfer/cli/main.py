@@ -72,7 +72,7 @@ def _run_command(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `| head`
         _drop_output()
         return 0
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         if isinstance(error.__context__, SystemExit):  # what a command does last, on a terminal that is gone
             raise error.__context__ from None
         return _fail_system(error)
@@ -126,7 +126,9 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _fail_system(error: OSError) -> int:
+def _fail_system(error: OSError | MemoryError) -> int:
+    if isinstance(error, MemoryError):
+        return _fail(ConfigError("what was asked for takes more memory than there is"), {}, EXIT_USAGE)
     if error.errno == errno.EMFILE:
         return _fail(ConfigError("more files are needed than may be open: raise `ulimit -n`"), {}, EXIT_USAGE)
     if _can_write_output():

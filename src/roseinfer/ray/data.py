@@ -152,7 +152,7 @@ def answer_all(
 
     Raises ConfigError or EngineError.
     """
-    lines = unanswered(file, journal, tally)
+    lines = filter(None, unanswered(file, journal, tally))
     with _cluster(), _sentences():
         refs = [ray.put(table) for table in _tables(lines, num_lines_of_call(config))]
         if not refs:  # a run was killed between its last answer and its end

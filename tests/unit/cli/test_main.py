@@ -409,6 +409,14 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_too_little_memory_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def serve(*_: object) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(serving, "serve", serve)
+    assert error_line(capsys, "serve") == "roseinfer: what was asked for takes more memory than there is"
+
+
 def test_too_few_descriptors_are_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def serve(*_: object) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
