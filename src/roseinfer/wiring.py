@@ -7,8 +7,8 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from roseinfer.engine.pace import Pace
 from roseinfer.engine.queue_estimate import QueueEstimate
 from roseinfer.engine.ranges import make_phases
 from roseinfer.engine.speculation import Speculation
+from roseinfer.errors import ConfigError
 from roseinfer.messages import EngineInfo, StartupProgress
 from roseinfer.observe import logs
 from roseinfer.observe.tracing.nvtx import make_marker
@@ -82,14 +83,17 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
 
     forget_stand_ins()
     memory.drop_code()  # before reading tokenizer and vocabulary takes its most
-    runner = load_runner(config, limits.max_active_seqs, clock.enter)
+    with _enough_memory("hold the model and its KV cache: take a smaller one, or free the GPU", "model.path"):
+        runner = load_runner(config, limits.max_active_seqs, clock.enter)
     clock.enter(LifecycleState.WARMUP, "grammar", "reading the vocabulary for structured output")
     grammars = _build_grammars(runner.info)
     memory.give_back()  # what only loading and reading needed
     memory.drop_code()
     memory.keep_freed_memory()
     clock.enter(LifecycleState.WARMUP, "warmup", "running the shapes that requests will have")
-    costs = runner.warm_up(limits.max_num_batched_tokens)
+    remedy = "lower it, cache.num_blocks or scheduler.max_num_batched_tokens"
+    with _enough_memory(f"run the largest step beside the KV cache: {remedy}", "cache.memory_utilization"):
+        costs = runner.warm_up(limits.max_num_batched_tokens)
     clock.stop()
     info = msgspec.structs.replace(runner.info, startup_s=clock.elapsed_s)
     pace = Pace.of(config.scheduler, config.cache.block_size, is_cpu=info.device == "cpu")
@@ -108,6 +112,18 @@ def build_engine(config: Config, on_progress: Callable[[StartupProgress], None])
     phases = make_phases(make_marker(enabled=config.observe.nvtx))
     profiler = TorchProfiler(info.device)
     return Engine(scheduler, runner, phases, info, _pipeline_depth(config, info), profiler)
+
+
+@contextmanager
+def _enough_memory(to: str, param: str) -> Iterator[None]:
+    """Raise ConfigError, and not the error of an engine that failed, where a GPU's memory does not suffice."""
+    from torch import OutOfMemoryError
+
+    try:
+        yield
+    except OutOfMemoryError as error:
+        said = str(error).partition(" Including")[0]  # behind it are hints for those who program with torch
+        raise ConfigError(f"The GPU's memory does not suffice to {to}. {said}", param=param) from None
 
 
 def _pipeline_depth(config: Config, info: EngineInfo) -> int:

@@ -60,7 +60,10 @@ class Stream:
         return _PastEvent()
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Record `work`, which reads nothing back from the device and may be run more than once. Not on a CPU."""
+        """Record `work`, which reads nothing back from the device and may be run more than once. Not on a CPU.
+
+        Raises torch.OutOfMemoryError; what has been queued by then may still run.
+        """
         raise NotImplementedError
 
     def free_bytes(self) -> int:

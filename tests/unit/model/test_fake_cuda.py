@@ -74,6 +74,7 @@ EXPECTED = {
     "greedy without graphs": Work(triton=10, torch=10, copies_in=1, copies_out=1),
     "drawn without graphs": Work(triton=10, torch=10, copies_in=1, copies_out=1),
     "log-probabilities without graphs": Work(triton=10, torch=10, copies_in=1, copies_out=1),
+    "part of a prompt without graphs": Work(triton=10, torch=11, copies_in=1, copies_out=1),
     "grammar without graphs": Work(triton=10, torch=10, copies_in=2, copies_out=1),
     "batch-invariant": Work(nodes=24, copies_in=1, copies_out=1),
     "GPT-2 small, batch 1": Work(nodes=82, copies_in=1, copies_out=1),
@@ -218,6 +219,7 @@ def notes_of_kinds(directory: Path) -> dict[str, list[Note]]:
     found["greedy without graphs"] = eager.notes_of(decoding())
     found["drawn without graphs"] = eager.notes_of(decoding(SAMPLING["drawn from all"]))
     found["log-probabilities without graphs"] = eager.notes_of(decoding(SAMPLING["five log-probabilities"]))
+    found["part of a prompt without graphs"] = eager.notes_of(prompt(samples=np.zeros(1, np.bool_)))
     found["grammar without graphs"] = eager.notes_of(under_grammars())
     found["batch-invariant"] = invariant.notes_of(decoding())
     for name, model in (("GPT-2 small", gpt2(directory, 12)), ("Qwen3-0.6B", qwen3(directory))):

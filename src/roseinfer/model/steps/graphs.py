@@ -12,6 +12,8 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
+import torch
+
 from roseinfer.engine.core.batch import Watch
 from roseinfer.engine.core.stopwatch import unwatched
 from roseinfer.model.device_stream import Graph, Stream
@@ -124,9 +126,12 @@ class CudaGraphs:
         if self.max_bytes is None:
             self.max_bytes = int(free * _SHARE)
         self._fill(size)
-        graph = self._stream.capture(partial(self._work, size))
+        try:
+            graph = self._stream.capture(partial(self._work, size))
+        except torch.OutOfMemoryError:  # what was free may be less than one step, or have been taken by others since
+            graph = None
         num_bytes = self.num_bytes + max(0, free - self._stream.free_bytes())
-        if num_bytes > self.max_bytes:
+        if graph is None or num_bytes > self.max_bytes:
             for is_decode, sizes in self._sizes.items():
                 self._sizes[is_decode] = [size for size in sizes if size in self._graphs]
             _log.warning("no memory is left for a CUDA graph of %s: steps without a graph are slower", size)

@@ -77,6 +77,8 @@ def choose(
     counted, and there are no log-probabilities. Nothing waits for the device.
     """
     num_rows = len(logits)
+    if not num_rows:  # part of a prompt: such logits have rows of another length, which the kernels would be built for
+        return torch.empty(0, dtype=torch.int64, device=logits.device)
     rows = logits_of(logits, table, edits, are_changed=numbers is not None)
     pieces, groups = _new_pieces(num_rows, rows.num_pieces.value, logits.device)
     asked = Table(table.seed, table.top_k, table.top_p, table.temperature, table.min_p, table.need)

@@ -15,6 +15,7 @@ from roseinfer.config.options import RunnerConfig
 from roseinfer.engine.core.batch import NO_TOKEN, Int32Array, PooledRow, ScoredRow, SlotBinding
 from roseinfer.messages import SamplingParams
 from roseinfer.model.attention.base import Attend
+from roseinfer.model.device_stream import Graph
 from roseinfer.model.runner import ModelRunner
 from roseinfer.model.steps.graphs import CudaGraphs, GraphSize, decode_graph_sizes, prompt_graph_sizes
 from roseinfer.model.steps.warm_up_batches import decode_batch
@@ -163,6 +164,26 @@ def test_a_larger_graph_serves_where_there_is_no_memory_for_another() -> None:
     assert recorder.graphs.size_for(3, 2) == (64, 8, False)
     assert recorder.decode_sizes(1) == [None]
     assert recorder.stream.num_captures == 2
+
+
+def test_a_capture_that_runs_out_of_memory_is_given_up() -> None:
+    """And not the engine: where graphs are captured lazily, that would be in a stream."""
+    stream = LateStream()
+    runner, asks = runner_of("lazy", stream), asks_of(8)
+    expected, _ = run(runner_of("off"), asks, Plan())
+    capture = stream.capture
+
+    def run_out(work: Callable[[], None]) -> Graph:
+        if stream.num_captures < 2:
+            return capture(work)
+        work()  # a first run may end before memory does
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    stream.capture = run_out  # type: ignore[method-assign]
+    tokens, graph_rows = run(runner, asks, Plan(max_rows=4))
+    assert tokens == expected
+    assert 0 in graph_rows
+    assert any(graph_rows)
 
 
 def test_steps_that_no_memory_was_left_for_give_the_same_tokens() -> None:
