@@ -306,6 +306,18 @@ def test_rotations_that_change_with_the_longest_text_of_a_batch(tmp_path: Path) 
 
 
 @torch.inference_mode()
+def test_rotations_of_hunyuan_are_foreseen_as_they_are_served(tmp_path: Path) -> None:
+    """Its checkpoints have `dynamic` ones, which would look at the numbers of positions."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 1000.0}
+    reference = random_model("hunyuan_v1_dense", **HEADS, rope_parameters=rope)
+    runner, text = load(reference, tmp_path), text_of(120)
+    expected = reference(torch.tensor([text]), use_cache=False).logits[0, -1]
+    torch.testing.assert_close(logits_of(runner, (0, 0, text))[0], expected, atol=TOLERANCE, rtol=0)
+    foreseen = outline(tmp_path)
+    assert (foreseen["served_by"], foreseen["positions"]) == ("transformers", runner.info.max_model_len)
+
+
+@torch.inference_mode()
 def test_rotations_of_one_type_of_layers_that_change_with_the_longest_text(tmp_path: Path) -> None:
     long = {"rope_type": "longrope", "original_max_position_embeddings": 100}
     long |= {"short_factor": [1.5] * 8, "long_factor": [4.0] * 8, "rope_theta": 10_000.0}

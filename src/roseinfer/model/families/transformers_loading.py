@@ -70,7 +70,9 @@ def modules(checkpoint: Checkpoint, attention: str = IN_FIRST_PASS) -> Any:
         with torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
-    return _with_base(_of_transformers(make, checkpoint), checkpoint)
+    model = _with_base(_of_transformers(make, checkpoint), checkpoint)
+    _fix_ropes(model)  # which would look at the numbers of positions
+    return model
 
 
 def load(checkpoint: Checkpoint, dtype: torch.dtype, on_parameter: OnParameter | None) -> Any:
