@@ -75,9 +75,18 @@ class LoopThread:
         self._is_shut, self._refusal = True, refusal
 
     def stop(self, last: Callable[[], Awaitable[None]]) -> None:
-        """Shut the door, cancel what `begin` began, wait until it has ended, and run `last`."""
+        """Shut the door, cancel what `begin` began, wait until it has ended, and run `last`.
+
+        What `last` ends must not be left behind, so an interrupt of the waiting thread is raised when all is done; a
+        second one is raised at once.
+        """
         self.shut()
-        _wait(asyncio.run_coroutine_threadsafe(self._stop(last), self._loop))
+        stopping = asyncio.run_coroutine_threadsafe(self._stop(last), self._loop)
+        try:
+            stopping.result()
+        except BaseException:
+            _wait(stopping)
+            raise
 
     def close(self) -> None:
         """End the loop and join its thread; call `stop` first, since running tasks are left as they are."""

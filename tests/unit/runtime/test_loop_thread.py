@@ -3,7 +3,8 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 
 import pytest
 
@@ -115,6 +116,36 @@ def test_an_interrupt_of_who_waits_cancels_it(loop: LoopThread, monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         loop.call(wait_for_ever())
     assert ended.wait(10)
+
+
+def test_an_interrupt_of_the_stop_leaves_nothing_behind(loop: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, order = asyncio.run_coroutine_threadsafe, list[str]()
+    is_interrupted = threading.Event()
+
+    async def last() -> None:
+        await asyncio.to_thread(is_interrupted.wait, 10)
+        order.append("last")
+
+    class Interrupted(Future[None]):
+        """Ctrl-C comes while its result is waited for."""
+
+        def result(self, timeout: float | None = None) -> None:
+            if is_interrupted.is_set():
+                return super().result(timeout)
+            is_interrupted.set()
+            raise KeyboardInterrupt
+
+    def begin_and_interrupt(coroutine: Coroutine[None, None, None], on: asyncio.AbstractEventLoop) -> "Future[None]":
+        future = Interrupted()
+        begin(coroutine, on).add_done_callback(lambda done: future.set_result(done.result()))
+        return future
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", begin_and_interrupt)
+    assert loop.shut()
+    with pytest.raises(KeyboardInterrupt):
+        loop.stop(last)
+    assert order == ["last"]
+    loop.close()
 
 
 @pytest.mark.parametrize("attempt", range(20))
