@@ -92,7 +92,8 @@ def test_killed_under_64_streams(start_server: StartServer) -> None:
         pass
     assert streams(server) == whole
     assert server.status("/metrics") == 503, "a second death in ten minutes is not made good"
-    assert [ops_status(ops_port, path) for path in ("/livez", "/readyz", "/metrics")] == [200, 200, 503]
+    paths = ("/livez", "/readyz", "/metrics", "/debug/requests")
+    assert [ops_status(ops_port, path) for path in paths] == [200, 200, 503, 404]
     assert server.stop() == 0
 
 

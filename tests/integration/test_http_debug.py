@@ -18,10 +18,12 @@ from aiohttp import web
 from roseinfer.messages import ProfileEnded
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.observe.recorder.recording import Recording
+from roseinfer.server.app import build_ops_app
 from roseinfer.server.ops import debug, debug_access, profile
 from roseinfer.server.ops.debug_access import is_loopback
+from roseinfer.server.ops.probes import judge_of
 from tests.unit.observe.flights import make_flight
-from tests.unit.server.harness import Answer, ScriptedEngine, answering, ops_app, serving
+from tests.unit.server.harness import Answer, ScriptedEngine, answering, ops_app, pages, serving
 
 
 class Operations:
@@ -332,6 +334,18 @@ async def test_pages_that_wait_leave_other_threads_free(monkeypatch: pytest.Monk
         finally:
             is_over.set()
         assert {(await page).body for page in pages} == {b"{}"}
+
+
+async def test_without_a_telemetry_process_it_is_said_why_there_is_none() -> None:
+    async with serving(ScriptedEngine()) as server:
+        app = build_ops_app(server.service, pages, judge_of(server.service), (), [debug_access.say_gone])
+        async with answering(app) as (url, _), aiohttp.ClientSession() as session:
+            port = Operations(url, session, app)
+            for path in ("timeline", "timeline/data?since=4", "requests"):
+                answer = await port.ask(f"/debug/{path}")
+                assert answer.status == 404
+                assert "gone with the telemetry process" in answer.json["error"]["message"]
+            assert (await port.ask("/livez")).status == 200
 
 
 async def test_the_operations_port_lists_each_of_its_routes() -> None:

@@ -33,7 +33,7 @@ from roseinfer.server.connection.api_keys import ApiKeys
 from roseinfer.server.connection.connection import require_compiled_parser
 from roseinfer.server.connection.listener import bind
 from roseinfer.server.connection.tls import Certificate
-from roseinfer.server.ops import front_end, probes
+from roseinfer.server.ops import debug_access, front_end, probes
 from roseinfer.server.service import Service
 from roseinfer.text.text_model import TextModel
 
@@ -278,7 +278,8 @@ async def _listening(service: Service, instruments: Instruments, certificate: Ce
 
             async def take_over() -> None:
                 """Serve probes at least, and 503 for metrics."""
-                app = build_ops_app(service, instruments.pages, probes.judge_of(service), ())
+                judge = probes.judge_of(service)
+                app = build_ops_app(service, instruments.pages, judge, (), [debug_access.say_gone])
                 runner = build_runner(app, CONNECTIONS_CLOSE_S)
                 await runner.setup()
                 ports.push_async_callback(runner.cleanup)

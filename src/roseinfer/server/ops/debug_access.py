@@ -58,6 +58,16 @@ async def point_elsewhere(request: web.Request, handler: Handler) -> web.StreamR
     return await handler(request)
 
 
+@web.middleware
+async def say_gone(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Say why there is no `/debug/*` any more, to a page that asks every second, for one. Raises UnknownRoute."""
+    if request.path.startswith(PREFIX):
+        raise UnknownRoute(
+            "/debug/* has gone with the telemetry process, until the server's next start; the log says why."
+        )
+    return await handler(request)
+
+
 def _authorize(request: web.Request) -> None:
     """Off the loopback a key is needed, and without configured keys `/debug/*` is off.
 
