@@ -73,7 +73,9 @@ class Points:
         """Returns what an exporter takes. The rows under vLLM's names are left out: pickers scrape them."""
         now_ns = time.time_ns()
         rows = [each for each in snapshot if each[0].name not in VLLM_NAMES]
-        server_ns = next(int(values[()] * 1e9) for row, values, _ in rows if row.name == START_TIME)
+        (server_s,) = (values[()] for row, values, _ in rows if row.name == START_TIME)
+        assert isinstance(server_s, float)
+        server_ns = int(server_s * 1e9)
         metrics = [
             self._metric(row, values, exemplars, (self._begin_ns if _begins_anew(row) else server_ns, now_ns))
             for row, values, exemplars in rows
