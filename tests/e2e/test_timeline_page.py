@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from roseinfer.config.options import Config, ObserveConfig
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.records import Advanced, FinishReason
@@ -305,7 +306,7 @@ async def test_after_a_restart_of_the_server_the_page_begins_anew(chromium: str)
 
 
 async def test_a_recorder_of_few_steps_is_shown(chromium: str) -> None:
-    async with page(make_flight(recorder_steps=32), chromium) as browser:
+    async with page(make_flight(config=Config(observe=ObserveConfig(recorder_steps=32))), chromium) as browser:
         assert await browser.evaluate("timeline.data.steps.length") == 32
         await browser.wait_for("timeline.data.next")
         await browser.evaluate("timeline.poll()")

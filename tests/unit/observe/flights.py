@@ -2,7 +2,7 @@
 
 import msgspec
 
-from roseinfer.config.options import Config, ObserveConfig
+from roseinfer.config.options import Config
 from roseinfer.observe.recorder.flight import Flight
 from roseinfer.records import (
     Advanced,
@@ -16,6 +16,7 @@ from roseinfer.records import (
 )
 from tests.unit.observe.facts import ENGINE, MS, make_step, writes_of
 
+CONFIG = Config()
 STEP_NS = 2 * MS
 PREFILL_NS = 40 * MS
 US = 1000
@@ -100,10 +101,10 @@ def add_waiting(flight: Flight) -> None:
 
 
 def make_flight(
-    num_streams: int = 6, num_steps: int = 120, stream_id: str = "stream-{}", recorder_steps: int = 8192
+    num_streams: int = 6, num_steps: int = 120, stream_id: str = "stream-{}", config: Config = CONFIG
 ) -> Flight:
     """Two thirds into it, `long-prompt` stops the streams for 40 ms."""
-    flight = Flight(Config(observe=ObserveConfig(recorder_steps=recorder_steps)), "1.2.3")
+    flight = Flight(config, "1.2.3")
     story = Story(flight)
     for number in range(num_streams):
         story.step([story.arrive(stream_id.format(number))])

@@ -100,28 +100,22 @@ class Usual:
         return max(parts, key=lambda cause: parts[cause] - self._parts.get(cause, 0.0), default=Cause.UNKNOWN)
 
 
-def gaps_of(
-    recording: Recording,
-    clock: Clock = "wire",
-    *,
-    slow_factor: float = SLOW_FACTOR,
-    slow_min_ns: int = SLOW_MIN_NS,
-) -> list[Gap]:
+def gaps_of(recording: Recording, clock: Clock = "wire") -> list[Gap]:
     """Returns every gap whose steps are in the recording, in the order of their ends.
 
     By the clock `wire`, streamed requests have the gaps between their writes; the others have those between tokens.
     """
-    return [gap for gap, _ in split_gaps(recording, clock, slow_factor=slow_factor, slow_min_ns=slow_min_ns)]
+    return [gap for gap, _ in split_gaps(recording, clock)]
 
 
-def split_gaps(
-    recording: Recording,
-    clock: Clock = "wire",
-    *,
-    slow_factor: float = SLOW_FACTOR,
-    slow_min_ns: int = SLOW_MIN_NS,
-) -> Iterator[tuple[Gap, Segments]]:
-    """Yields the gaps of `gaps_of`, and of each what its moments went to, in the order of time."""
+def split_gaps(recording: Recording, clock: Clock = "wire") -> Iterator[tuple[Gap, Segments]]:
+    """Yields the gaps of `gaps_of`, and of each what its moments went to, in the order of time.
+
+    Which of them are slow is decided as the recorded server did.
+    """
+    observe = recording.meta.config.get("observe", {})
+    slow_factor = float(observe.get("slow_gap_factor", SLOW_FACTOR))
+    slow_min_ns = int(observe.get("slow_gap_min_ms", SLOW_MIN_NS / 1e6) * 1e6)
     reader = _Reader(recording)
     pieces: list[_Piece] = []
     for request in recording.requests:

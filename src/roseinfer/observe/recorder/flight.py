@@ -45,8 +45,6 @@ class Flight(FlightRecorder):
         self.catch_up: Callable[[], None] = lambda: None  # delivers facts that wait, before each answer
         self.queue: Callable[[], QueueReport] = QueueReport  # reports the requests that wait; set by the wiring
         self._origin_ns = time.monotonic_ns()
-        slow_min_ns = int(config.observe.slow_gap_min_ms * 1e6)
-        self._find_gaps = partial(gaps_of, slow_factor=config.observe.slow_gap_factor, slow_min_ns=slow_min_ns)
 
     def listen(
         self, gc_pauses: GcPauses, loop_waits: LoopWaits, metrics: Metrics, interruptions: LiveInterruptions
@@ -77,7 +75,7 @@ class Flight(FlightRecorder):
 
         def render() -> bytes:
             recording = snapshot.recording()
-            return chrome_trace(recording, self._find_gaps(recording))
+            return chrome_trace(recording, gaps_of(recording))
 
         return render
 
@@ -87,13 +85,13 @@ class Flight(FlightRecorder):
         num_steps = min(limit, max(0, (last.step_id if last else 0) - since_step))
         since = Cursor(since_step, since_ns)
         snapshot = self.snapshot(num_steps + CONTEXT_STEPS)
-        return lambda: timeline_json(snapshot.recording(), self._find_gaps, self._origin_ns, num_steps, since)
+        return lambda: timeline_json(snapshot.recording(), gaps_of, self._origin_ns, num_steps, since)
 
     def view(self, content: bytes) -> bytes:
         """Returns the page's data of a saved recording. Raises InvalidRequest for bytes that are none."""
         recording = Recording.read(io.BytesIO(content))
         with refusing_contradictions("The file"):
-            return timeline_json(recording, self._find_gaps, recording.first_ns, MAX_VIEWED_STEPS)
+            return timeline_json(recording, gaps_of, recording.first_ns, MAX_VIEWED_STEPS)
 
     def requests(self) -> dict[str, Any]:
         """Lists requests in flight, in the order of arrival, with the places of those that wait."""

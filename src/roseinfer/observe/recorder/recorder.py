@@ -33,6 +33,7 @@ from roseinfer.records import Advanced, FinishReason, RequestTimeline, StepRecor
 
 NUM_INTERRUPTIONS = 4096
 _SECTIONS = ("scheduler", "cache", "runner", "engine")  # of the configuration: nothing that names a key or a host
+_OF_GAPS = ("slow_gap_factor", "slow_gap_min_ms")  # of the section `observe`: which gaps are slow
 
 # What is remembered: socket writes for each engine step, and steps for each finished request.
 WRITES_PER_STEP = 8
@@ -229,7 +230,8 @@ class FlightRecorder(WriteObserver):
             model_name=self.config.served_model_name,
             clock=self.clock_pair,
             engine=self.engine_info,
-            config={name: msgspec.to_builtins(getattr(self.config, name)) for name in _SECTIONS},
+            config={name: msgspec.to_builtins(getattr(self.config, name)) for name in _SECTIONS}
+            | {"observe": {name: getattr(self.config.observe, name) for name in _OF_GAPS}},
             trigger=trigger,
             num_forgotten_writes=self._writes.num_added - len(writes),
         )

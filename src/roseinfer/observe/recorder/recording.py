@@ -118,7 +118,7 @@ class RecordingMeta(msgspec.Struct, frozen=True, kw_only=True):
     model_name: str
     clock: ClockPair
     engine: EngineInfo | None
-    config: dict[str, dict[str, Any]] = {}  # sections scheduler, cache, runner and engine of the configuration
+    config: dict[str, dict[str, Any]] = {}  # sections of the configuration; of `observe`, which gaps are slow
     trigger: str = ""  # why it was saved, if a rule did it
     num_forgotten_writes: int | None = None  # made before those that it holds; None where they were not counted
     begin_ns: int = 0  # what had ended by then was left out, and was not forgotten; 0: nothing was

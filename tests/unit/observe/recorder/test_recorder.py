@@ -65,7 +65,8 @@ def test_a_snapshot_holds_the_facts() -> None:
     meta = recording.meta
     assert meta.num_forgotten_writes == 0
     assert (meta.engine, meta.trigger, meta.version, meta.model_name) == (ENGINE, "by hand", "1.2.3", "roseinfer-demo")
-    assert set(meta.config) == {"scheduler", "cache", "runner", "engine"}
+    assert set(meta.config) == {"scheduler", "cache", "runner", "engine", "observe"}
+    assert meta.config["observe"] == {"slow_gap_factor": 3.0, "slow_gap_min_ms": 2.0}, "nothing that names a place"
 
 
 def test_a_snapshot_can_be_saved(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """What a page is told adds up to what there is, whenever it asks and however late a write comes."""
 
+import io
 import json
 from typing import Any
 
 import pytest
 
-from roseinfer.config.options import Config
+from roseinfer.config.options import Config, ObserveConfig
+from roseinfer.observe.gaps.request_gaps import gaps_of
 from roseinfer.observe.recorder import flight as flight_module
 from roseinfer.observe.recorder.flight import Flight
+from roseinfer.observe.recorder.recording import Recording
 from roseinfer.records import Arrival, Delivery
 from tests.unit.observe.facts import writes_of
 from tests.unit.observe.flights import US, Story, make_flight
@@ -77,7 +80,7 @@ def test_the_first_write_of_a_long_stream_is_its_first(monkeypatch: pytest.Monke
     """Though the steps before those that are shown, and their writes, are not read any more, or are forgotten."""
     whole = {request["serial"]: request["first_write_ns"] for request in ask(make_flight())["requests"]}
     monkeypatch.setattr(flight_module, "CONTEXT_STEPS", 4)
-    for flight in (make_flight(), make_flight(recorder_steps=16)):
+    for flight in (make_flight(), make_flight(config=Config(observe=ObserveConfig(recorder_steps=16)))):
         found = {request["serial"]: request["first_write_ns"] for request in ask(flight, limit=8)["requests"]}
         assert found == {serial: pytest.approx(whole[serial], abs=US) for serial in found}
         assert len(found) > 5
@@ -85,6 +88,18 @@ def test_the_first_write_of_a_long_stream_is_its_first(monkeypatch: pytest.Monke
         assert request is not None
         assert request["time_to_first_token_ms"] == pytest.approx(2.5)
         assert request["times_ms"]["first_write"] == pytest.approx(0.1)
+
+
+def test_which_gaps_are_slow_is_as_the_recorded_server_had_it() -> None:
+    """On its page, in what it saves for others, and there."""
+    config = Config(observe=ObserveConfig(slow_gap_min_ms=60.0))
+    for flight, num_slow in ((make_flight(), 6), (make_flight(config=config), 0)):
+        file = io.BytesIO()
+        flight.snapshot().recording().write(file)
+        elsewhere = json.loads(make_flight().view(file.getvalue()))
+        file.seek(0)
+        assert [sum(row[6] for row in told["gaps"]) for told in (ask(flight), elsewhere)] == [num_slow, num_slow]
+        assert sum(gap.is_slow for gap in gaps_of(Recording.read(file))) == num_slow
 
 
 def test_a_recording_of_nothing_is_a_page_of_nothing() -> None:
