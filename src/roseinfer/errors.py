@@ -64,6 +64,15 @@ class MissingField(InvalidRequest):
     """A field of the body is missing."""
 
 
+class NotText(InvalidRequest):
+    """A part of a conversation is no text; `part` is where it is, and `kind` its type."""
+
+    def __init__(self, message: str, *, param: str | None = None, part: str = "", kind: str = "") -> None:
+        super().__init__(message, param=param)
+        self.part = part
+        self.kind = kind
+
+
 class MalformedRequest(RequestError):
     """The bytes are no HTTP request, or one in a form that is not supported."""
 

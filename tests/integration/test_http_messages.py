@@ -377,10 +377,15 @@ async def test_a_forced_call_is_a_grammar(choice: dict[str, Any], names: list[st
         ({"messages": [USER | {"role": "tool"}]}, "`messages[0].role`: what a tool gave is a `tool_result` block"),
         ({"messages": [USER, USER | {"role": "x"}]}, "`messages[1].role`: Expected one of 'assistant', 'system', 'us"),
         ({"messages": [USER | {"role": "system"}]}, "`messages[0].role`: What comes before the conversation is the fi"),
-        ({"messages": [content({"type": "image", "source": {}})]}, "`messages[0].content[0]`: Only text content is su"),
+        # Claude Code reads these paths, takes what stands there out of the conversation, and sends it again.
+        ({"messages": [content({"type": "image", "source": {}})]}, "`messages[0].content[0].image`: Only text content"),
+        (
+            {"messages": [USER, content({"type": "text", "text": "a"}, {"type": "document"})]},
+            "`messages[1].content[1].document`: Only text con",
+        ),
         (
             {"messages": [USER, content(USE, role="assistant"), content(RESULT | {"content": [{"type": "image"}]})]},
-            "`messages[2].content[0].content[0]`: Only text content is supported, not 'image'",
+            "`messages[2].content[0].tool_result.content[0].image`: Only text content is supported.",
         ),
         ({"messages": [content(USE)]}, "`messages[0].content[0]`: a block of the type tool_use is in no message of t"),
         (

@@ -14,6 +14,7 @@ from roseinfer.errors import (
     MethodNotAllowed,
     MissingField,
     NotReady,
+    NotText,
     Overloaded,
     RequestError,
     RoseinferError,
@@ -33,7 +34,7 @@ def descendants(error: type[RoseinferError]) -> Iterator[type[RoseinferError]]:
         yield from descendants(child)
 
 
-FOR_THE_LOG = {UnknownField, MissingField}  # which tells them apart; to a client they are an InvalidRequest
+FOR_THE_LOG = {UnknownField, MissingField, NotText}  # which tells them apart; to a client they are an InvalidRequest
 SENT = [error for error in descendants(RoseinferError) if error not in GROUPS | FOR_THE_LOG]
 
 

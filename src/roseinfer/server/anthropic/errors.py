@@ -1,11 +1,12 @@
 """Encodes errors as Anthropic's clients read them."""
 
+import re
 from functools import partial
 
 import msgspec
 from aiohttp import web
 
-from roseinfer.errors import PromptTooLong, RoseinferError
+from roseinfer.errors import NotText, PromptTooLong, RoseinferError
 from roseinfer.server.api.errors import printable
 from roseinfer.server.exchange import Failure
 from roseinfer.server.middleware import REQUEST_ID
@@ -21,6 +22,7 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_OF_RESULT = re.compile(r"(\.content\[\d+\])(?=\.content\[)")  # a block that holds blocks
 # Their tool runners then send the whole conversation, instead of what has come since the last answer.
 _DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
 
@@ -41,7 +43,10 @@ def error_body(error: RoseinferError, ledgers: list[dict[str, object]] | None, *
 
 
 def _message(error: RoseinferError) -> str:
-    """Claude Code makes a conversation shorter where a message begins with these words of Anthropic's."""
+    """In Anthropic's words, by which Claude Code makes a conversation shorter, or sends it again without an image."""
+    if isinstance(error, NotText):
+        part = _OF_RESULT.sub(r"\1.tool_result", error.part)
+        return f"`{part}.{error.kind}`: Only text content is supported."
     if isinstance(error, PromptTooLong) and error.num_tokens is not None:
         return f"prompt is too long: {error.num_tokens} tokens > {error.most_tokens} maximum. {error.message}"
     return error.message

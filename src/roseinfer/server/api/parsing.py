@@ -8,7 +8,7 @@ import msgspec
 from aiohttp import web
 
 from roseinfer.config.sources import closest
-from roseinfer.errors import InvalidRequest, MissingField, NotJSON, UnknownField, UnknownModel
+from roseinfer.errors import InvalidRequest, MissingField, NotJSON, NotText, UnknownField, UnknownModel
 from roseinfer.runtime.validation import Misfit, Path, convert
 from roseinfer.server.api.fields import EngineBody, ModelBody
 from roseinfer.server.connection.body import (
@@ -159,9 +159,9 @@ def _refusal(misfit: Misfit, given: object) -> InvalidRequest:
         case path if misfit.kind == "missing field" and _is_null(given, path):
             return InvalidRequest(f"`{param}` must not be null.", param=param)
         case (*_, int(), "content" | "output", int(), "type") if _is_no_text(misfit.value):
-            part = param.removesuffix(".type")
-            message = f"`{part}`: Only text content is supported, not {misfit.value[:100]!r}."
-            return InvalidRequest(message, param=param)
+            part, kind = param.removesuffix(".type"), misfit.value[:100]
+            message = f"`{part}`: Only text content is supported, not {kind!r}."
+            return NotText(message, param=param, part=part, kind=kind)
         case ("tools", int(), _) if misfit.kind == "missing field" and (form := _tool_form(given, misfit.path)):
             return MissingField(f"Missing field `{param}`: the tool has the form of {form}.", param=param)
         case ("tools", int(), "type"):
