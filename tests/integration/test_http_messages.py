@@ -433,6 +433,8 @@ async def test_what_asks_for_nothing_is_accepted() -> None:
         cache_control={"type": "ephemeral"},
         context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         output_config={"effort": "high"},
+        billing_policy={"type": "billing_policy", "bill_to": "self"},
+        fallback_credit_token="t",  # noqa: S106
         mcp_servers=[],
         container=None,
         system=None,

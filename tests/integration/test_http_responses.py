@@ -383,6 +383,9 @@ IDLE = {
     "previous_response_id": None,
     "client_metadata": {"a": "b"},
     "context_management": None,
+    "access_programs": {"cyber": True},
+    "image": {"model": "i"},
+    "background_options": {"completion_window": "2h"},
 }
 
 

@@ -146,7 +146,7 @@ OF_MESSAGES: dict[str, Unserved] = {
     **dict.fromkeys(
         (
             *("metadata", "service_tier", "context_management", "diagnostics", "fallbacks", "inference_geo", "speed"),
-            *("user_profile_id", "workspace_id"),
+            *("user_profile_id", "workspace_id", "billing_policy", "fallback_credit_token"),
         ),
         Unserved(is_ignored=True),
     ),
@@ -176,6 +176,7 @@ OF_MESSAGES: dict[str, Unserved] = {
 
 OF_RESPONSES: dict[str, Unserved] = {
     **dict.fromkeys(("client_metadata", "context_management", "max_tool_calls"), Unserved(is_ignored=True)),
+    **dict.fromkeys(("access_programs", "background_options", "image"), Unserved(is_ignored=True)),
     **_rows(("best_of",), 1, instead="a response is one answer; use /v1/chat/completions"),
     **_rows(("echo",), False, instead="/v1/completions continues a text"),
     **_rows(("logprobs",), False, instead="use `include` with `message.output_text.logprobs`"),
