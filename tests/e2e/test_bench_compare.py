@@ -1,6 +1,9 @@
 """`roseinfer bench compare` with real servers: runs in turn, what is kept of them, servers that it starts itself."""
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,22 @@ def test_a_server_that_is_started_serves_and_ends() -> None:
         assert find_endpoint(url, "").model == "ours"
     with pytest.raises(ConfigError, match="nothing answers"):
         find_endpoint(url, "")
+
+
+def test_a_server_ends_with_a_comparison_that_was_killed() -> None:
+    program = (
+        "from roseinfer.bench.load.launcher import serving\n"
+        "with serving('--runner.num-threads', '1') as server: print(server.pid, flush=True); input()"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True) as owner:
+        assert owner.stdout
+        status = Path(f"/proc/{int(owner.stdout.readline())}/stat")
+        owner.kill()
+    deadline = time.monotonic() + 60
+    while status.exists() and " Z " not in status.read_text():
+        assert time.monotonic() < deadline, "the server outlives the comparison"
+        time.sleep(0.05)
 
 
 def test_a_server_that_does_not_start_says_why() -> None:

@@ -72,6 +72,18 @@ def test_the_prompt_is_not_among_answers_that_go_to_a_file(
     assert err.endswith("> > ")
 
 
+def test_an_answer_that_cannot_be_written_is_no_fault_of_the_input(
+    engines: list[AsyncEngine], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of an answer too, which a line of the next input would find unwritten."""
+    monkeypatch.setattr(LLM, "stream", lambda *_: iter(()))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["chat", "--temperature", "0", "--max-tokens", "4"]) == 2
+    assert capsys.readouterr().err.endswith("standard output cannot be written: No space left on device\n")
+
+
 @pytest.fixture
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Ctrl-C arrives in the first stream after a character; returns the ids of all streams.

@@ -126,6 +126,7 @@ def _turn(
         _note(f"{error.message} /clear starts anew.")
         return messages
     sys.stdout.write("\n")
+    sys.stdout.flush()  # or `input` would meet what cannot be written
     return [*asked, {"role": "assistant", "content": "".join(answer)}]
 
 

@@ -262,11 +262,11 @@ def live_as_child() -> None:
     die_with_parent()
 
 
-def die_with_parent() -> None:
-    """End when the thread that started this process has ended, however that was."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """End, by this signal, when the thread that started this process has ended, however that was."""
     if sys.platform == "linux":  # elsewhere end-of-file has to do
         parent = os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
             os._exit(0)  # it ended before the kernel was asked
 

@@ -8,7 +8,10 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+
+from roseinfer.runtime.child_process import die_with_parent
 
 START_TIMEOUT_S = 110.0  # on a machine that does much else
 STOP_TIMEOUT_S = 90.0
@@ -40,16 +43,24 @@ class Server:
         *,
         ops_port: int = 0,
         environment: Mapping[str, str] | None = None,
+        has_owner: bool = False,
     ) -> None:
         """Without a log and an environment the process has this one's. It has a session of its own, so that an
-        interrupt of this process does not reach it.
+        interrupt of this process does not reach it. With `has_owner` it gets SIGTERM when this thread ends, also one
+        that is killed, or that a second signal keeps from stopping it.
         """
         self.port, self.ops_port = port, ops_port
         self.url = f"http://127.0.0.1:{port}"
         self.log_path = log
         with nullcontext() if log is None else log.open("ab") as output:
             self.process = subprocess.Popen(  # noqa: S603 - what the caller asked for
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=partial(die_with_parent, signal.SIGTERM) if has_owner else None,  # noqa: PLW1509 - two calls
             )
         self.pid = self.process.pid
 
@@ -123,7 +134,7 @@ def serving(
 ) -> Iterator[Server]:
     """A ready `roseinfer serve` on a free port, which is stopped at the end. Raises LaunchFailed."""
     port = free_port()
-    server = Server(serve_command(port, ops_port, flags), port, log, ops_port=ops_port)
+    server = Server(serve_command(port, ops_port, flags), port, log, ops_port=ops_port, has_owner=True)
     try:
         server.wait_ready(timeout_s)
         yield server
