@@ -97,6 +97,13 @@ async def test_a_click_on_the_widest_gap_shows_its_cause(chromium: str) -> None:
             assert words in figures
 
 
+async def test_an_answer_in_one_piece_has_no_time_to_first_token(chromium: str) -> None:
+    flight = make_flight()
+    flight.in_flight[1].is_streamed = False  # written when all of it is made
+    async with page(flight, chromium) as browser:
+        assert await browser.evaluate("timeline.data.distributions()[0].values.length") == 6
+
+
 async def test_who_had_ended_is_not_behind_a_later_gap(chromium: str) -> None:
     behind = "timeline.data.prefilledIn(gap).map((one) => one.id)"
     async with page(make_flight(), chromium) as browser:

@@ -141,6 +141,7 @@ def _request(request: RequestRecord, origin_ns: int, known_ns: int, first_write_
         "id": request.request_id,
         **stamps,
         **{name: getattr(request, name) for name in _REQUEST_COUNTS},
+        "is_streamed": request.is_streamed,
         "finish_reason": request.finish_reason,
         "first_write_ns": first_write_ns - origin_ns if first_write_ns else None,
         "num_tokens": len(request.token_ns),

@@ -213,14 +213,14 @@ export class Data {
       queue = [];
     for (const request of this.requests.values()) {
       const tokens = request.token_ns;
-      if (request.first_write_ns !== null) first.push(request.first_write_ns - request.recv_ns);
+      if (request.is_streamed && request.first_write_ns !== null) first.push(request.first_write_ns - request.recv_ns);
       for (let index = 1; index < tokens.length; index += 1) gaps.push(tokens[index] - tokens[index - 1]);
       if (request.end_ns !== null && request.num_tokens > 1 && tokens.length)
         perToken.push((tokens.at(-1) - request.first_token_ns) / (request.num_tokens - 1));
       if (request.scheduled_ns && request.inbox_ns) queue.push(request.scheduled_ns - request.inbox_ns);
     }
     return [
-      ["TTFT", "Time to first token", first],
+      ["TTFT", "Time to first token of streams", first],
       ["ITL", "Inter-token latency", gaps],
       ["TPOT", "Time per output token", perToken],
       ["Queue wait", "Time in the queue", queue],

@@ -190,7 +190,7 @@ function requestNumbers(request) {
     ["tokens", `${request.num_tokens} of ${request.max_tokens}`],
     ["queue", between(request.inbox_ns, request.scheduled_ns)],
     ["prefill", between(request.scheduled_ns, request.first_token_ns)],
-    ["first token after", between(request.recv_ns, request.first_write_ns)],
+    [request.is_streamed ? "first token after" : "answer after", between(request.recv_ns, request.first_write_ns)],
     ["ended", request.finish_reason ?? (request.end_ns === null ? "still running" : "while this page was paused")],
   ];
   return [numbers(rows.filter(([, value]) => value !== null))];
