@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
+from subprocess import SubprocessError
 from typing import Any, Literal, Protocol
 
 import torch
@@ -33,7 +34,8 @@ _CACHE_LINE_BYTES = 64
 def resolve_device(name: str) -> torch.device:
     """The device that `auto`, `cpu` or `cuda` means.
 
-    Raises ConfigError for `cuda` without a usable GPU, and for a GPU beside a Triton that the kernels cannot use.
+    Raises ConfigError for `cuda` without a usable GPU, and for a GPU beside a Triton that the kernels cannot use, or
+    that cannot start them.
     """
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
@@ -49,13 +51,24 @@ def resolve_device(name: str) -> torch.device:
 def _check_triton() -> None:
     if find_spec("triton") is None:
         return
-    version = import_module("triton").__version__
+    triton = import_module("triton")
+    version = triton.__version__
     if tuple(map(int, version.split(".")[:2])) < _TRITON_FLOOR:
         raise ConfigError(
             f"Triton {version} is too old for the kernels, which need {'.'.join(map(str, _TRITON_FLOOR))} or newer: "
             "torch 2.8 is the first to bring one. Upgrade torch, or choose --device cpu.",
             param="runner.device",
         )
+    try:  # it compiles its launcher at the first use, which would be when the weights are loaded
+        triton.runtime.driver.active.get_current_target()
+    except (AssertionError, ImportError, OSError, RuntimeError, SubprocessError) as error:
+        said = "its compiler failed" if isinstance(error, SubprocessError) else str(error).partition("\n")[0]
+        raise ConfigError(
+            f"Triton cannot start kernels here: {said.rstrip('.')}. It needs a C compiler and Python's headers, "
+            "such as gcc and python3-dev, and a directory to write to and load from (TRITON_CACHE_DIR). Or choose "
+            "--device cpu.",
+            param="runner.device",
+        ) from error
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -3,10 +3,12 @@
 import os
 import resource
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from subprocess import CalledProcessError
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -35,8 +37,18 @@ def test_without_a_gpu() -> None:
     assert caught.value.param == "runner.device"
 
 
-def test_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def a_triton(monkeypatch: pytest.MonkeyPatch, version: str, ask_for_target: Callable[[], object]) -> None:
+    """Have torch find a GPU, and imports find a Triton."""
+    triton = ModuleType("triton")
+    triton.__spec__ = ModuleSpec("triton", None)
+    active = SimpleNamespace(get_current_target=ask_for_target)
+    vars(triton).update(__version__=version, runtime=SimpleNamespace(driver=SimpleNamespace(active=active)))
+    monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def test_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    a_triton(monkeypatch, "3.7.1", lambda: None)
     assert resolve_device("auto") == resolve_device("cuda") == torch.device("cuda")
     assert resolve_device("cpu") == torch.device("cpu")
 
@@ -45,14 +57,35 @@ def test_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_triton_that_the_kernels_cannot_use_is_named(
     monkeypatch: pytest.MonkeyPatch, version: str, is_refused: bool
 ) -> None:
-    triton = ModuleType("triton")
-    triton.__spec__ = ModuleSpec("triton", None)
-    vars(triton)["__version__"] = version
-    monkeypatch.setitem(sys.modules, "triton", triton)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    a_triton(monkeypatch, version, lambda: None)
     with pytest.raises(ConfigError, match=r"Triton 3\.3\.1 .* need 3\.4 or newer") if is_refused else nullcontext():
         resolve_device("cuda")
     assert resolve_device("cpu") == torch.device("cpu"), "a CPU has no use for it"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            RuntimeError("Failed to find C compiler. Please specify."),
+            r"here: Failed to find C compiler\. Please specify\.",
+        ),
+        (CalledProcessError(1, ["/usr/bin/gcc", "main.c"]), r"here: its compiler failed\."),  # there is no Python.h
+        (PermissionError(13, "Permission denied", "/.triton"), r"here: .*Permission denied: '/\.triton'\."),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_a_triton_that_cannot_compile_is_found_before_the_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
+) -> None:
+    def fail() -> None:
+        raise error
+
+    a_triton(monkeypatch, "3.7.1", fail)
+    with pytest.raises(ConfigError, match=rf"{reason} It needs a C compiler and Python's headers") as caught:
+        resolve_device("auto")
+    assert caught.value.param == "runner.device"
+    assert resolve_device("cpu") == torch.device("cpu")
 
 
 @pytest.mark.parametrize(("has_bf16", "has_amx"), [(True, False), (False, True), (False, False)])
