@@ -213,7 +213,8 @@ async def test_the_order_of_the_events() -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-async def test_log_probabilities_are_those_of_the_text(is_streamed: bool) -> None:
+@pytest.mark.parametrize("stop", [[], ["c"]])
+async def test_log_probabilities_are_those_of_the_text(is_streamed: bool, stop: list[str]) -> None:
     def reply(request: Request) -> list[TokenOutput]:
         assert request.params.num_logprobs == 2
         text = ids("<think>a</think>bc")
@@ -221,7 +222,7 @@ async def test_log_probabilities_are_those_of_the_text(is_streamed: bool) -> Non
         outputs.append(TokenOutput(request.request_id, [], None, FinishReason.STOP, None, times()))
         return outputs
 
-    body = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "stream": is_streamed}
+    body = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "stream": is_streamed, "stop": stop}
     answer, _ = await ask(reply, **body)
     events = parsed(answer) if is_streamed else []
     output = events[-1]["response"]["output"] if is_streamed else answer.json["output"]

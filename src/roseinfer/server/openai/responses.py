@@ -138,6 +138,7 @@ class ResponseDialect(Dialect):
             has_logprobs = self._scored and (parts.texts or parts.calls)
             yield output.add(parts, self._pop_logprobs(delta) if has_logprobs else b"")
         if is_last:
+            yield output.add_logprobs(self._pop_logprobs(delta))
             is_cut = self._parser is not None and self._parser.is_cut  # by a stop string, amid arguments
             is_whole = delta.finish_reason is FinishReason.STOP and not is_cut
             self._status = "completed" if is_whole else "incomplete"

@@ -219,6 +219,10 @@ class Output:
         message = OpenMessage(self._writer, self._next_index)
         return self._begin(message) + message.extend(text, logprobs)
 
+    def add_logprobs(self, logprobs: bytes) -> bytes:
+        """Of tokens that ended a message without being part of its text, such as those of a stop string."""
+        return self._open.extend("", logprobs) if logprobs and isinstance(self._open, OpenMessage) else b""
+
     def _add_thoughts(self, text: str) -> bytes:
         if isinstance(self._open, OpenReasoning):
             return self._open.extend(text)
