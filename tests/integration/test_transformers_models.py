@@ -305,11 +305,14 @@ def test_rotations_that_change_with_the_longest_text_of_a_batch(tmp_path: Path) 
     torch.testing.assert_close(logits_of(runner, (0, 0, text))[0], expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize(("model_type", "more"), [("gemma", {}), ("hunyuan_v1_dense", {"alpha": 1000.0})])
 @torch.inference_mode()
-def test_rotations_of_hunyuan_are_foreseen_as_they_are_served(tmp_path: Path) -> None:
-    """Its checkpoints have `dynamic` ones, which would look at the numbers of positions."""
-    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 1000.0}
-    reference = random_model("hunyuan_v1_dense", **HEADS, rope_parameters=rope)
+def test_dynamic_rotations_are_foreseen_as_they_are_served(
+    model_type: str, more: dict[str, float], tmp_path: Path
+) -> None:
+    """Some code looks at the numbers of positions, which modules without numbers have not."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0} | more
+    reference = random_model(model_type, **HEADS, rope_parameters=rope)
     runner, text = load(reference, tmp_path), text_of(120)
     expected = reference(torch.tensor([text]), use_cache=False).logits[0, -1]
     torch.testing.assert_close(logits_of(runner, (0, 0, text))[0], expected, atol=TOLERANCE, rtol=0)
