@@ -85,13 +85,14 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
     with Checkpoint(directory) as checkpoint:
         if device_name == "cpu":
             _set_num_threads(config.runner.num_threads, placement, checkpoint)
-        model = build_model(checkpoint, placement, config.model.max_model_len)
+        model = build_model(checkpoint, placement)
         _tell_of_groups(checkpoint, placement.groups)
         eos_token_ids = checkpoint.eos_token_ids(model.vocab_size)
         is_auto = config.model.generation_config == "auto"
         sampling_defaults = checkpoint.sampling_defaults() if is_auto else SamplingDefaults()
     spec, cache_config = model.attention_spec, config.cache
     num_blocks, max_model_len = _plan_pool(config, model, placement, max_active_seqs)
+    model.max_positions = max_model_len
     on_progress(LifecycleState.LOADING, "kv_cache", f"{num_blocks} blocks of {cache_config.block_size} tokens")
     num_all = num_blocks + (device_name != "cpu")  # one for rows that fill up a CUDA graph
     kv_cache = KVCache(spec, num_all, cache_config.block_size, placement, cache_config.dtype)

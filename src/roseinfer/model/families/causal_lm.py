@@ -20,7 +20,7 @@ class CausalLM(Protocol):
 
     model_type: str
     vocab_size: int
-    max_positions: int
+    max_positions: int  # who serves fewer sets it before the first step
     attention_spec: AttentionSpec
     num_parameters: int
     is_capturable: bool  # a CUDA graph can hold `forward` and `logits`, and `steps/replay.py` can repeat them

@@ -89,9 +89,7 @@ class GPT2:
     model_type = "gpt2"
     is_capturable = True
 
-    def __init__(
-        self, spec: GPT2Spec, checkpoint: Checkpoint, placement: Placement, _max_model_len: int | None
-    ) -> None:
+    def __init__(self, spec: GPT2Spec, checkpoint: Checkpoint, placement: Placement) -> None:
         # The original checkpoints hold the bare transformer, later ones the language model around it.
         prefix = "" if "ln_f.weight" in checkpoint.names else "transformer."
         read = _Reader(checkpoint, placement, spec.layer_norm_epsilon, prefix)

@@ -6,6 +6,7 @@ checkpoints as Hugging Face stores them. They are one computation and differ in 
 multipliers, and layers without rotations, as their specs say.
 """
 
+from functools import cached_property
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import msgspec
@@ -308,9 +309,7 @@ class Llama:
 
     is_capturable = True
 
-    def __init__(
-        self, spec: FamilySpec, checkpoint: Checkpoint, placement: Placement, max_model_len: int | None
-    ) -> None:
+    def __init__(self, spec: FamilySpec, checkpoint: Checkpoint, placement: Placement) -> None:
         prefix = "" if "embed_tokens.weight" in checkpoint.names else "model."  # as AutoModel saves it, without a head
         read = _Reader(checkpoint, placement, spec.rms_norm_eps, prefix)
         self.model_type = spec.model_type
@@ -321,8 +320,8 @@ class Llama:
         self._token_embedding, self.head = read.embedding_and_head(
             "embed_tokens.weight", shape, is_tied=spec.tie_word_embeddings
         )
-        num_positions = min(spec.max_positions, max_model_len or spec.max_positions)
-        self._rotations = RotationTable(spec.rope, spec.head_width, num_positions, placement.device)
+        self._rope = spec.rope
+        self._device = placement.device
         self._gate = SiluGate(placement)
         self._multipliers = spec.multipliers
         self._blocks = [_Block(spec, read, layer) for layer in range(spec.num_hidden_layers)]
@@ -331,6 +330,11 @@ class Llama:
         self._final_norm = read.norm("norm", spec.hidden_size)
         self.num_parameters = read.num_parameters
         checkpoint.check_all_read(ignored=(*_FREQUENCY_BUFFERS, "lm_head.weight"))
+
+    @cached_property
+    def _rotations(self) -> RotationTable:
+        """Made by the first step: a model with a million positions, of which few are served, would make 512 MB."""
+        return RotationTable(self._rope, self.attention_spec.head_dim, self.max_positions, self._device)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         x = _times(self._token_embedding(token_ids), self._multipliers.embedding)

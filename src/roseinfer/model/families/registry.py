@@ -33,7 +33,7 @@ class _Family(NamedTuple):
 
     model_type: str  # which stands for the architecture
     checkpoints: str  # as people call them
-    model: Any  # of a spec, a checkpoint, a placement, and the number of positions that are served, or None for all
+    model: Any  # of a spec, a checkpoint and a placement
     spec: type[GPT2Spec] | type[FamilySpec]
     bare: str  # the architecture without a head
     theta: float = DEFAULT_THETA  # of rotations, where config.json has none
@@ -60,17 +60,14 @@ def native_spec(checkpoint: Checkpoint) -> GPT2Spec | FamilySpec | None:
     return read_spec(normalise_rope(checkpoint.config, family.theta), family.spec, checkpoint)
 
 
-def build_model(checkpoint: Checkpoint, placement: Placement, max_model_len: int | None = None) -> CausalLM:
-    """Read the checkpoint's weights into the model that its config.json names. Raises ConfigError.
-
-    With `max_model_len` no position from there on is asked for.
-    """
+def build_model(checkpoint: Checkpoint, placement: Placement) -> CausalLM:
+    """Read the checkpoint's weights into the model that its config.json names. Raises ConfigError."""
     family, spec = _find(checkpoint), native_spec(checkpoint)
     if family is None:
         from roseinfer.model.families.transformers import TransformersModel  # which takes seconds to import
 
         return TransformersModel(checkpoint, placement)
-    model: CausalLM = family.model(spec, checkpoint, placement, max_model_len)
+    model: CausalLM = family.model(spec, checkpoint, placement)
     return model
 
 

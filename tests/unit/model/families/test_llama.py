@@ -157,16 +157,19 @@ def build(directory: Path, placement: Placement | None = None) -> CausalLM:
 
 
 def test_positions_that_are_not_served_have_no_rotations(tmp_path: Path) -> None:
-    rotations = {}
-    for length in (None, 16, 100_000):
-        with Checkpoint(write_checkpoint(tmp_path, tie_word_embeddings=True, rope_scaling=YARN)) as checkpoint:
-            model = build_model(checkpoint, Placement(torch.device("cpu"), torch.float32), length)
-        assert isinstance(model, Llama)
-        assert model.max_positions == 128
-        rotations[length] = model._rotations
-    assert len(rotations[None].cos) == len(rotations[100_000].cos) == 128
-    assert torch.equal(rotations[16].cos, rotations[None].cos[:16])
-    assert torch.equal(rotations[16].sin, rotations[None].sin[:16])
+    """Also where the cache, and not a configured length, says how many are served."""
+    whole = build(write_checkpoint(tmp_path, tie_word_embeddings=True, rope_scaling=YARN))
+    assert isinstance(whole, Llama)
+    assert len(whole._rotations.cos) == whole.max_positions == 128
+    write_checkpoint(tmp_path, tie_word_embeddings=True, rope_scaling=YARN, max_position_embeddings=10**12)
+    for length, expected in ((None, 64 * 16), (16, 16)):
+        model = ModelConfig(path=str(tmp_path), max_model_len=length)
+        runner = RunnerConfig(device="cpu", num_threads=1, kernels="off")
+        served = load_runner(Config(model=model, cache=CacheConfig(num_blocks=64), runner=runner), 1, lambda *_: None)
+        assert isinstance(served._model, Llama)
+        assert len(served._model._rotations.cos) == expected
+        assert torch.equal(served._model._rotations.cos[:16], whole._rotations.cos[:16])
+        assert torch.equal(served._model._rotations.sin[:16], whole._rotations.sin[:16])
 
 
 SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
