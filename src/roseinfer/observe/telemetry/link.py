@@ -55,7 +55,7 @@ class Link(asyncio.Protocol):
 
     def send(self, message: Message | bytes) -> None:
         """Sends a message, or what the other side expects before any message. Ignored when the link is down."""
-        if self._transport is not None:
+        if self._transport is not None and not self._transport.is_closing():  # else asyncio warns of each write
             frame = encode_frame(message)
             if len(frame) > MAX_WAITING_BYTES and not self._is_full:  # what is larger than all that may wait, waits
                 self._transport.set_write_buffer_limits(high=len(frame) + MAX_WAITING_BYTES, low=0)

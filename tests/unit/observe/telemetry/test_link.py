@@ -50,6 +50,16 @@ async def test_an_answer_that_has_come_counts_although_the_process_had_no_core_m
     other.join()
 
 
+async def test_answers_to_a_side_that_has_gone_are_no_lines_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = socket.socketpair()
+    for number in range(1, 21):
+        theirs.sendall(encode_frame(Question(number, "echo", b"x")))
+    theirs.close()
+    _, lost = await connected(ours, {"echo": lambda payload: payload})
+    await lost.wait()
+    assert caplog.messages == []
+
+
 async def test_questions_that_are_not_answered_in_time_end_without_an_answer() -> None:
     async def echo(payload: bytes) -> bytes:
         return payload
