@@ -232,9 +232,14 @@ class TelemetryProcess:
         return msgspec.msgpack.decode(content, type=Page)
 
     async def ledgers(self, timelines: Sequence[RequestTimeline], until_ns: int) -> list[dict[str, object]]:
-        """Returns the ledgers of requests in flight; where causes are not known in time, all is `unknown`."""
+        """Returns the ledgers of requests in flight; where causes are not known in time, all is `unknown`.
+
+        They end when the causes are known, some time after `until_ns`, which is now: the client waits for that too.
+        """
+        asked_ns = time.monotonic_ns()
         known = [replace(each, token_ns=each.token_ns.copy(), arrivals=each.arrivals[-1:]) for each in timelines]
         causes = await self._causes(known)
+        until_ns += time.monotonic_ns() - asked_ns
         return [ledger_json(each, decode_ns, until_ns) for each, decode_ns in zip(known, causes, strict=True)]
 
     async def _causes(self, timelines: Sequence[RequestTimeline]) -> list[dict[Cause, int]]:
