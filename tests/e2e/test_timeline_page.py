@@ -264,6 +264,22 @@ async def test_a_lane_whose_requests_are_all_forgotten_is_closed(chromium: str) 
     assert len(lanes) == 6
 
 
+async def test_requests_without_steps_are_forgotten_too(chromium: str) -> None:
+    """Refused ones, on a page that is open for days."""
+    async with page(make_flight(), chromium) as browser:
+        found = await browser.evaluate(
+            "(() => { const { data } = timeline, one = [...data.requests.values()].at(-1), end_ns = data.now;"
+            " const refused = Array.from({ length: 20100 }, (_, at) => ({ ...one, serial: 1000 + at, recv_ns: end_ns,"
+            " end_ns, token_ns: [], gaps: [], slow: [] }));"
+            " const running = [...data.requests.values()].filter((one) => one.end_ns === null);"
+            " data.merge({ meta: data.meta, next: data.next, now_ns: end_ns, step_fields: [], steps: [],"
+            " requests: [...running, ...refused], gaps: [], interruptions: [] });"
+            " return [data.requests.size, running.every((one) => data.requests.has(one.serial)),"
+            " data.requests.has(21099)]; })()"
+        )
+    assert found == [20000, True, True]
+
+
 async def test_an_id_with_markup_is_text(chromium: str) -> None:
     async with page(make_flight(stream_id=MARKUP_ID), chromium) as browser:
         await browser.press("w")

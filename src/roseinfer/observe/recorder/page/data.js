@@ -1,6 +1,7 @@
 // Keeps the server's answers as steps, requests in lanes, and gaps.
 
-const MAX_STEPS = 4000; // beyond it the oldest are forgotten
+const MAX_STEPS = 4000, // beyond it the oldest are forgotten
+  MAX_REQUESTS = 20000; // likewise: refused ones come without steps
 
 export class Data {
   constructor() {
@@ -96,17 +97,17 @@ export class Data {
   }
 
   #forget() {
-    if (this.steps.length <= MAX_STEPS) return;
-    this.steps.splice(0, this.steps.length - MAX_STEPS);
-    const begin = this.steps[0].start_ns;
+    if (this.steps.length <= MAX_STEPS && this.requests.size <= MAX_REQUESTS) return;
+    this.steps.splice(0, Math.max(0, this.steps.length - MAX_STEPS));
+    const begin = this.steps[0]?.start_ns ?? 0;
     for (const [serial, request] of this.requests)
-      if (request.end_ns && request.end_ns < begin) this.requests.delete(serial);
+      if (request.end_ns && (request.end_ns < begin || this.requests.size > MAX_REQUESTS)) this.requests.delete(serial);
     this.#closeLanes();
     for (const request of this.requests.values()) {
       request.gaps = request.gaps.filter((gap) => gap.end >= begin);
       request.slow = request.slow.filter((gap) => gap.end >= begin);
     }
-    this.slow = this.slow.filter((gap) => gap.end >= begin);
+    this.slow = this.slow.filter((gap) => gap.end >= begin && this.requests.has(gap.request.serial));
     this.interruptions = this.interruptions.filter((one) => one.end >= begin);
   }
 
