@@ -26,6 +26,7 @@ class NeverChecked(GrammarChecker):
 
     def __init__(self) -> None:
         self.futures: list[Future[None]] = []
+        self.under_way = {}
 
     def check(self, grammar: Grammar, param: str) -> "Future[None]":
         self.futures.append(Future())
