@@ -87,7 +87,13 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        now_ns = self._clock()
+        try:
+            self._read(self._clock(), data)
+        except (ValueError, LookupError, OverflowError) as error:  # asyncio would log it with a traceback
+            self._finish(ConnectionError(f"the answer is not HTTP: {error}"))
+            self.close()
+
+    def _read(self, now_ns: int, data: bytes) -> None:
         if not self.status:
             self._head += data
             head, end, data = self._head.partition(b"\r\n\r\n")
@@ -131,6 +137,8 @@ class Connection(asyncio.Protocol):
                 size, self._line = self._line.strip(), b""
                 if size and not self._is_last_chunk:
                     num_left = int(size.partition(b";")[0], 16)
+                    if num_left < 0:
+                        raise ValueError(f"a chunk of {num_left} bytes")
                     self._is_last_chunk = not num_left
                 else:  # each chunk ends with an empty line
                     is_over = self._is_last_chunk and not size

@@ -116,7 +116,7 @@ def ledger_parts_ns(request: Observed) -> dict[str, float] | None:
     The parts and the residual add up to the time from sending the request to the end of its answer.
     """
     parts = (request.ledger or {}).get("parts_ns")
-    if not isinstance(parts, dict):
+    if not isinstance(parts, dict) or not all(isinstance(duration, int | float) for duration in parts.values()):
         return None
     named = {str(name): float(duration) for name, duration in parts.items()}
     return {**named, RESIDUAL: request.latency_ns - sum(named.values())}

@@ -73,3 +73,21 @@ async def test_a_reader_that_has_enough_closes_the_connection() -> None:
 async def test_an_answer_that_breaks_off_is_an_error(answer: bytes) -> None:
     with pytest.raises(ConnectionError, match=r"before the end of its answer|is not HTTP"):
         await post([answer])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1\r\n\r\n",
+        b"HTTP/1.1 nothing\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: nan\r\n\r\nabc",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\nabc\r\n",
+    ],
+)
+async def test_an_answer_that_is_not_http_is_an_error_and_no_traceback(
+    answer: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConnectionError, match="the answer is not HTTP"):
+        await post([answer])
+    assert not caplog.records

@@ -170,6 +170,7 @@ def test_an_invalid_run_has_no_percentiles_of_the_server(tmp_path: Path) -> None
     [
         ({"parts_ns": {"queue": 4 * MS}}, 4.0),
         ({"parts_ns": [1]}, None),
+        ({"parts_ns": {"queue": "x"}}, None),
         ({"other": 1}, None),
         (None, None),
     ],
