@@ -210,8 +210,9 @@ def test_ray_is_asked_for_where_it_is_missing(
 
 
 def command_of(source: Path, output: Path) -> list[str]:
-    """It hears of SIGHUP also where the tests do not, as under `nohup`."""
+    """It hears of signals that the tests may not hear of: SIGHUP under `nohup`, SIGINT in a script's background."""
     heard = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+    heard += "signal.signal(signal.SIGINT, signal.default_int_handler); "
     program = heard + "from roseinfer.cli.main import main; sys.exit(main())"
     return [sys.executable, "-c", program, "batch", "--input", str(source), "--output", str(output), *FLAGS[2:]]
 
