@@ -286,7 +286,7 @@ class ModelRunner:
         with watch("stage"):
             pieces = self._send_scored(_first_tokens(batch), batch.scored) if batch.scored else []
             step = self._staging.stage(batch, watch)
-        with watch("forward"):
+        with watch("capture" if self._will_record(batch, step) else "forward"):
             scores: PromptScores | None = None
             pooled: Sequence[torch.Tensor] = ()
             if batch.scored or batch.pooled:
@@ -333,9 +333,14 @@ class ModelRunner:
                     SlotBinding(binding.slot, SamplingParams(temperature=0.0), binding.num_prompt_tokens, ())
                 )
 
+    def _will_record(self, batch: ScheduledBatch, step: StagedStep) -> bool:
+        """Whether the step is the first with its number of rows to be recorded, which takes longer than it does."""
+        is_recorded = _can_replay(step) and not batch.scored and not batch.pooled
+        return self._replay is not None and is_recorded and not self._replay.has_seen(len(step.token_ids))
+
     def _logits(self, step: StagedStep) -> torch.Tensor:
         """Run a staged step; logits [num_samples, vocab_size] of the rows that sample, valid until the next step."""
-        if self._replay is None or step.num_gathered < len(step.token_ids):
+        if self._replay is None or not _can_replay(step):
             return self._logits_of(step, self._hidden(step))
         return self._replay.logits(step.token_ids, step.positions, self._begin(step))[: step.num_samples]
 
@@ -524,6 +529,11 @@ class ModelRunner:
 def _first_tokens(batch: ScheduledBatch) -> Int32Array:
     """Index of each row's first token, drafted tokens being rows of their own, and then the number of all tokens."""
     return np.cumsum(np.append(np.int32(0), batch.num_new_tokens), dtype=np.int32)
+
+
+def _can_replay(step: StagedStep) -> bool:
+    """Whether all its tokens are those of decoding rows."""
+    return step.num_gathered == len(step.token_ids)
 
 
 def _sampled(batch: ScheduledBatch) -> tuple[Int32Array, Int32Array]:

@@ -214,13 +214,17 @@ class Replays:
         self._recordings: dict[int, _Recording | None] = {}  # by number of rows; None: it is not repeated
         self._num_operators = 0
 
+    def has_seen(self, num_rows: int) -> bool:
+        """Whether a step with so many rows has run, which would be recorded otherwise."""
+        return num_rows in self._recordings
+
     def logits(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Logits [rows, vocab_size] of token ids and positions [rows], valid until the next call.
 
         `attend` must be of a backend whose calls serve later steps too.
         """
         num_rows = len(token_ids)
-        if num_rows not in self._recordings:
+        if not self.has_seen(num_rows):
             rows = self._record(token_ids, positions, attend)
         else:
             recording = self._recordings[num_rows]

@@ -81,10 +81,11 @@ class Cause(StrEnum):
     )
     GRAPH_CAPTURE = Row(
         name="graph_capture",
-        meaning="capturing a CUDA graph while streams waited",
+        meaning="capturing a CUDA graph, or on a CPU the first step with a number of rows, while streams waited",
         option="runner.cuda_graphs",
-        advice="`startup` captures every size before the port is ready, so that no stream waits for a capture.",
-        story="a CUDA graph was captured, {part}",
+        advice="`startup` captures every size before the port is ready, so that no stream waits for a capture. On a "
+        "CPU each number of rows is recorded once, which no option changes.",
+        story="the step was captured, so that others repeat it, {part}",
         column="capture_ns",
         place="host",
         color="#eecc44",

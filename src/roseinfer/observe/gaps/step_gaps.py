@@ -57,7 +57,8 @@ class GapSplitter:
             compute_ns = _compute_ns(record, total_ns)
             segments = self._split(record, last, total_ns, compute_ns)
             gap = StepGap(last.tokens_ns, record.tokens_ns, record.step_id, segments)
-            if not record.is_profiled and not self._is_graph_miss(record):
+            has_captured = _host_phases(record).capture > 0  # on a CPU its computing too
+            if not record.is_profiled and not has_captured and not self._is_graph_miss(record):
                 self._learn(record, max(0, compute_ns - record.cpu_throttled_ns - record.cpu_wait_ns))
         return gap
 

@@ -1,6 +1,7 @@
 """Steps that are replayed: the same bits as steps that run as they are written, and memory that nothing else takes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import cast
 
@@ -212,3 +213,24 @@ def test_a_runner_replays_its_decode_steps(
     for mine, other in zip(*found, strict=True):
         assert mine.token_id == other.token_id
         assert torch.equal(mine.logits, other.logits)
+
+
+def test_the_step_that_is_recorded_has_a_phase_of_its_own(
+    make_player: MakePlayer, built_kernels: BuiltKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes longer than those that repeat it, and a stream that waits for it hears why."""
+    level = LEVELS_HERE[-1]
+    player = make_player(Shape(), num_slots=1, kernels=level, kernels_dir=str(built_kernels(level)))
+    phases: list[str] = []
+
+    @contextmanager
+    def watch(name: str) -> Iterator[None]:
+        phases.append(name)
+        yield
+
+    launch = player.runner._launch_eager
+    monkeypatch.setattr(player.runner, "_launch_eager", lambda batch, _: launch(batch, watch))
+    player.admit(0, prompt_of(5, seed=0))
+    for num_tokens in (5, 1, 1):
+        player.step({0: num_tokens})
+    assert [name for name in phases if name in {"capture", "forward"}] == ["forward", "capture", "forward"]

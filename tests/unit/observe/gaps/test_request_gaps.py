@@ -23,6 +23,7 @@ from roseinfer.observe.recorder.recording import (
     step_row,
 )
 from roseinfer.records import Advanced, Arrival, Delivery, PhaseTimes, RequestTimeline, StepRecord
+from roseinfer.runtime.step_costs import StepSize
 from tests.unit.observe.facts import ENGINE, MS, make_step
 
 US = 1000
@@ -302,6 +303,18 @@ def test_requests_that_are_not_streamed_have_their_engine_gaps_judged() -> None:
     bench.step(parts={"capture": 80 * MS})
     assert [gap.cause for gap, _ in bench.slow] == [Cause.GRAPH_CAPTURE] * 4
     assert all(gap.duration_ns == timeline.token_ns[-1] - timeline.token_ns[-2] for gap, timeline in bench.slow)
+
+
+def test_a_captured_step_says_nothing_of_what_others_take() -> None:
+    """On a CPU its computing is a part of the capture."""
+    bench = Bench()
+    bench.step(newcomers=bench.num_streams)
+    for _ in range(30):
+        bench.step(compute_ns=0, parts={"capture": 80 * MS})
+    assert bench.attribution._splitter.costs.expected_ns(StepSize(4, 0, 200)) is None
+    for _ in range(40):
+        bench.step()
+    assert bench.attribution._splitter.costs.expected_ns(StepSize(4, 0, 200)) == pytest.approx(DECODE_NS, rel=0.01)
 
 
 def test_a_device_that_sets_the_pace_hides_the_host() -> None:
