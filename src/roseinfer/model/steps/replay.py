@@ -215,7 +215,7 @@ class Replays:
         self._num_operators = 0
 
     def has_seen(self, num_rows: int) -> bool:
-        """Whether a step with so many rows has run, which would be recorded otherwise."""
+        """Whether a step with that number of rows has run before: the first one is recorded."""
         return num_rows in self._recordings
 
     def logits(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
