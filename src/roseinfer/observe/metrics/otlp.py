@@ -54,7 +54,7 @@ _Period = tuple[int, int]
 
 
 def _begins_anew(row: Row) -> bool:
-    """Returns whether a telemetry process that is started again counts from 0, where the front end knows no count."""
+    """Returns whether a telemetry process that is started again counts from 0: the front end has no count of it."""
     return row.kind == "histogram" or row.name in _BEGIN_ANEW
 
 
