@@ -334,9 +334,9 @@ class ModelRunner:
                 )
 
     def _will_record(self, batch: ScheduledBatch, step: StagedStep) -> bool:
-        """Whether the step is the first with its number of rows to be recorded, which takes longer than it does."""
-        is_recorded = _can_replay(step) and not batch.scored and not batch.pooled
-        return self._replay is not None and is_recorded and not self._replay.has_seen(len(step.token_ids))
+        """Whether the step will be recorded for others to repeat it, as the first one with its number of rows."""
+        can_replay = _can_replay(step) and not batch.scored and not batch.pooled
+        return self._replay is not None and can_replay and not self._replay.has_seen(len(step.token_ids))
 
     def _logits(self, step: StagedStep) -> torch.Tensor:
         """Run a staged step; logits [num_samples, vocab_size] of the rows that sample, valid until the next step."""
