@@ -82,12 +82,15 @@ def raise_groups(pid: int) -> bool:
 
 
 def start(command: Sequence[str], log: Path, **options: Any) -> subprocess.Popen[str]:
-    """Start a process in a session of its own, in the repository's root; its output goes to the log."""
+    """Start a process in a session of its own, in the repository's root; its output goes to the log.
+
+    Its environment is Python's copy, without what this process has set for its own torch.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as output:
         output.write(f"\n$ {' '.join(command)}\n")
         output.flush()
-        options = {"stdout": output, **options}
+        options = {"stdout": output, "env": os.environ, **options}
         options |= {"cwd": ROOT, "start_new_session": True, "stderr": output, "text": True}
         process: subprocess.Popen[str] = subprocess.Popen(command, **options)  # noqa: S603
     raise_groups(process.pid)

@@ -1,5 +1,6 @@
 """The wire between a benchmark and the process that it measures: answers, errors, its end, pausing, its family."""
 
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -25,6 +26,18 @@ answer({"add": lambda a, b: a + b, "divide": lambda a, b: a / b, "child": lambda
 child.kill()
 """
 
+SETTER = """
+import sys
+from pathlib import Path
+from benchmarks import protocol
+from roseinfer.runtime import memory
+
+memory.prefer_huge_pages()
+log = Path(sys.argv[1])
+printer = "import os; print(sorted(name for name in os.environ if name.startswith('THP')))"
+protocol.start([sys.executable, "-c", printer], log).wait(20)
+"""
+
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Worker]:
@@ -48,6 +61,12 @@ def wait_for(pid: int, states: str) -> bool:
 def test_calls_are_answered_whatever_a_library_prints(worker: Worker) -> None:
     assert worker.call("add", a=2, b=3) == 5
     assert worker.call("add", a="a", b="b") == "ab"
+
+
+def test_a_rival_gets_no_setting_that_the_benchmark_made_for_its_own_torch(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    subprocess.run([sys.executable, "-c", SETTER, str(log)], check=True)
+    assert log.read_text().splitlines()[-1] == "[]"
 
 
 def test_the_worker_reports_an_error_and_goes_on(worker: Worker) -> None:
