@@ -76,7 +76,7 @@ fmt: setup ## format, and fix what can be fixed
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: setup ## all CPU benchmarks into docs/benchmarks/cpu.md, half an hour; ARGS=--quick checks that they run
+bench: setup ## all CPU benchmarks into docs/benchmarks/cpu.md, half an hour, with rivals an hour; ARGS=--quick checks that they run
 	$(BIN)/python -m benchmarks.suite cpu --peers $(PEERS_DIR) $(ARGS)
 
 bench-peers: ## install the rivals that `make bench` compares with, into PEERS_DIR
