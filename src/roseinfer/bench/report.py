@@ -9,6 +9,7 @@ from typing import Any
 
 from roseinfer.bench import definitions as d
 from roseinfer.errors import ConfigError
+from roseinfer.observe.logs import escape
 
 PERCENTS = (50, 95, 99)
 NS_PER_MS = 1e6
@@ -54,7 +55,7 @@ def say(*lines: str) -> None:
     A reader that has gone, as in `| head`, ends no work: its files and its exit code are still to come.
     """
     with suppress(BrokenPipeError):
-        print("\n".join(lines), flush=True)
+        print("\n".join(map(escape, lines)), flush=True)  # a server's words may be anybody's
 
 
 @contextmanager

@@ -94,12 +94,14 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def _read(self, now_ns: int, data: bytes) -> None:
-        if not self.status:
+        while not self.status:
             self._head += data
             head, end, data = self._head.partition(b"\r\n\r\n")
             if not end:
                 return
             self._read_head(head.decode("latin-1"))
+            if self.status < 200:  # such as 100 or 103: the answer itself follows
+                self.status, self._head = 0, b""
         if self._is_chunked:
             data, is_over = self._unchunk(data)
         else:
@@ -118,7 +120,9 @@ class Connection(asyncio.Protocol):
         self.status = int(first.split()[1])
         self.headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         self._is_chunked = self.headers.get("transfer-encoding", "").lower() == "chunked"
-        if not self._is_chunked:
+        has_no_body = self.status < 200 or self.status in {204, 304}
+        self._num_left = 0
+        if not self._is_chunked and not has_no_body:
             self._num_left = float(self.headers.get("content-length", "inf"))
 
     def _unchunk(self, data: bytes) -> tuple[bytes, bool]:

@@ -14,6 +14,7 @@ import msgspec
 from roseinfer.bench.load.plan import Segment, Tokens
 from roseinfer.config.api_keys import read_keys
 from roseinfer.errors import ConfigError
+from roseinfer.observe.logs import escape
 
 GET_TIMEOUT_S = 10.0
 UNKNOWN_VOCAB_SIZE = 256  # of a server that does not report one: ids below it are in every vocabulary
@@ -100,7 +101,7 @@ def get(url: str, api_key: str, param: str) -> bytes:
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         problem = (isinstance(reason, OSError) and reason.strerror) or f"{type(reason).__name__} {reason}"
-        raise ConfigError(f"nothing answers at {url}: {problem}", param=param) from None
+        raise ConfigError(f"nothing answers at {url}: {escape(problem[:200])}", param=param) from None
 
 
 class RequestForm(NamedTuple):

@@ -3,6 +3,7 @@
 `LoadClient` and Locust share it, so that both report the same for the same bytes.
 """
 
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
@@ -13,7 +14,9 @@ import msgspec
 from roseinfer.bench.definitions import Observed
 
 DATA = b"data: {"
-_DONE = b"data: [DONE]"
+_FIELD = b"data:"
+_DONE = b"[DONE]"
+_EVENT_END = re.compile(rb"\r?\n\r?\n")
 
 
 class _PromptTokensDetails(msgspec.Struct):
@@ -57,13 +60,13 @@ def read_events(seen: Observed, reads: Sequence[tuple[int, bytes]], interval: in
     stamps: list[int] = []
     num_tokens: int | None = None
     position, is_done = 0, False
-    while (end := stream.find(b"\n\n", position)) >= 0:
-        line, position = stream[position:end].strip(), end + 2
-        if not line.startswith(DATA):
-            is_done = is_done or line == _DONE
+    for end in _EVENT_END.finditer(stream):
+        data, position = _data_of(stream[position : end.start()]), end.end()
+        if not data.startswith(b"{"):
+            is_done = is_done or data == _DONE
             continue
         try:
-            event = _decode_event(line[len(DATA) - 1 :])
+            event = _decode_event(data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             seen.error = f"an event is not as agreed: {error}"
             return
@@ -84,6 +87,12 @@ def read_events(seen: Observed, reads: Sequence[tuple[int, bytes]], interval: in
         seen.error = "the stream ended without a token"
     if not seen.error and not seen.was_aborted and not is_done:
         seen.error = "the stream broke off"
+
+
+def _data_of(event: bytes) -> bytes:
+    """The data of an event, which may have other fields and comments beside it."""
+    lines = [line.removeprefix(_FIELD) for line in event.splitlines() if line.startswith(_FIELD)]
+    return b"\n".join(lines).strip()
 
 
 def _message(error: dict[str, Any]) -> str:

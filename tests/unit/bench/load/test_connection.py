@@ -64,6 +64,17 @@ async def test_a_body_without_a_length_ends_with_its_connection() -> None:
     assert await post([UNTIL_CLOSED]) == [(BODY, 200)]
 
 
+@pytest.mark.parametrize("interim", [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Hints\r\nLink: </a>\r\n\r\n"])
+async def test_the_answer_is_the_one_behind_what_a_server_says_before_it(interim: bytes) -> None:
+    made = await post([interim + CHUNKED], [interim, interim[:9], interim[9:] + SIZED], num_posts=2)
+    assert made == [(BODY, 200), (BODY, 429)]
+
+
+async def test_an_answer_without_content_has_no_body_to_wait_for() -> None:
+    no_content = b"HTTP/1.1 204 No Content\r\n\r\n"
+    assert await post([no_content], [SIZED], num_posts=2) == [(b"", 204), (BODY, 429)]
+
+
 async def test_a_reader_that_has_enough_closes_the_connection() -> None:
     [(body, status)] = await post([CHUNKED[:70], CHUNKED[70:]], is_left=True)
     assert (status, BODY.startswith(body), len(body) < len(BODY)) == (200, True, True)

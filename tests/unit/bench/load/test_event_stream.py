@@ -29,6 +29,13 @@ def test_a_chunk_has_the_stamp_of_the_read_that_completed_it() -> None:
     assert (seen.num_prompt_tokens, seen.finish_reason, seen.error) == (5, "length", "")
 
 
+@pytest.mark.parametrize("changed", [(b"\n", b"\r\n"), (b"data: ", b"data:"), (b"data: {", b": hello\nid: 7\ndata: {")])
+def test_every_form_of_an_event_is_read(changed: tuple[bytes, bytes]) -> None:
+    pieces = [piece.replace(*changed) for piece in (chunk(), chunk(finish='"length"'), USAGE % 2 + DONE)]
+    seen = read(pieces[0][:-1], pieces[0][-1:] + pieces[1], pieces[2])
+    assert (seen.error, seen.token_ns, seen.token_counts) == ("", [20, 20], [1, 1])
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "num_chunks", "interval", "counts"),
     [

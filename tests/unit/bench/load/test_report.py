@@ -19,6 +19,7 @@ from roseinfer.bench.load.report import (
     mean_interval_ns,
     write_result,
 )
+from roseinfer.bench.report import say
 from roseinfer.errors import ConfigError
 
 MS = 1_000_000
@@ -141,6 +142,11 @@ def test_a_report_line_by_line() -> None:
         "decode p50/p95/p99: 12.00/12.00/12.00 ms, 60.0% of the time",
         "network and client p50/p95/p99: 5.00/5.00/5.00 ms, 25.0% of the time",
     ]
+
+
+def test_what_a_server_said_forges_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    say(*lines_of(make_run(seen([], error="\x1b[31mred\nRequests: 9")), {}))
+    assert "Error: 1 x \\x1b[31mred\\nRequests: 9\n" in capsys.readouterr().out
 
 
 def test_cached_tokens_are_of_the_requests_that_tell_of_them(tmp_path: Path) -> None:
