@@ -320,3 +320,44 @@ def test_a_child_that_was_killed_between_two_grammars_is_replaced_before_the_sec
         made.check(Grammar("regex", "b"), "x").result()
     finally:
         made.close()
+
+
+def test_a_signal_for_the_server_that_reaches_its_child_too_fails_no_check(tmp_path: Path) -> None:
+    made = make_checker(tmp_path)
+    try:
+        assert is_alive(made)
+        child = made._child.process
+        assert child is not None
+        child.send_signal(signal.SIGSTOP)
+        waiting = made.check(Grammar("regex", "b"), "x")
+        child.send_signal(signal.SIGTERM)
+        child.send_signal(signal.SIGCONT)
+        assert waiting.result() is None
+    finally:
+        made.close()
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from tests.unit.text.grammar.test_checker import SOUND, make_checker
+
+made = make_checker(Path(sys.argv[1]))
+made.check(SOUND, "x").result()
+print(made._child.process.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_child_ends_with_a_parent_that_is_killed_whatever_it_does(tmp_path: Path) -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stdin=pipe, stdout=pipe) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        os.kill(pid, signal.SIGSTOP)  # it reads no end of its input, as in a grammar that never ends
+        parent.kill()
+    stat = Path(f"/proc/{pid}/stat")
+    deadline_s = time.monotonic() + 60
+    while stat.exists() and ") Z " not in stat.read_text():
+        assert time.monotonic() < deadline_s, "it runs on"
+        time.sleep(0.01)
