@@ -32,6 +32,12 @@ EXIT_USAGE = 2
 EXIT_ENGINE = 70
 EXIT_INTERRUPTED = 130
 EXIT_SIGNALLED = 128  # and the signal's number, as shells have it
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+
+_NO_THREAD = "can't start new thread"  # CPython's words; it has no class for this
+_TOO_FEW_PROCESSES = ConfigError(
+    "more processes and threads are needed than may run: raise `ulimit -u`, or the container's limit of pids"
+)
 
 Run = Callable[[argparse.Namespace, LoadedConfig], int]
 
@@ -72,7 +78,7 @@ def _run_command(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of our output has gone, as in `| head`
         _drop_output()
         return 0
-    except (OSError, MemoryError) as error:
+    except (OSError, MemoryError, RuntimeError) as error:
         if isinstance(error.__context__, SystemExit):  # what a command does last, on a terminal that is gone
             raise error.__context__ from None
         return _fail_system(error)
@@ -126,11 +132,17 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _fail_system(error: OSError | MemoryError) -> int:
+def _fail_system(error: OSError | MemoryError | RuntimeError) -> int:
+    if isinstance(error, RuntimeError):
+        if str(error) != _NO_THREAD:
+            raise error
+        return _fail(_TOO_FEW_PROCESSES, {}, EXIT_USAGE)
     if isinstance(error, MemoryError):
         return _fail(ConfigError("what was asked for takes more memory than there is"), {}, EXIT_USAGE)
     if error.errno == errno.EMFILE:
         return _fail(ConfigError("more files are needed than may be open: raise `ulimit -n`"), {}, EXIT_USAGE)
+    if error.errno == errno.EAGAIN:  # of fork(2)
+        return _fail(_TOO_FEW_PROCESSES, {}, EXIT_USAGE)
     if _can_write_output():
         raise error
     return _fail_output(error)
@@ -272,8 +284,25 @@ def _parser() -> Parser:
     return parser
 
 
+@contextmanager
+def _one_thread_of_blas() -> Iterator[None]:
+    """Where numpy's OpenBLAS can start no thread it sends SIGINT, by which a server would end as if asked to.
+
+    The engine gets the environment as it was.
+    """
+    before = os.environ.get(_BLAS_THREADS)
+    os.environ[_BLAS_THREADS] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_BLAS_THREADS]
+        if before is not None:
+            os.environ[_BLAS_THREADS] = before
+
+
 def _serve(_: argparse.Namespace, loaded: LoadedConfig) -> int:
-    from roseinfer import serving
+    with _one_thread_of_blas():
+        from roseinfer import serving
 
     return serving.serve(loaded.config, os.environ.get(KEYS_VARIABLE, ""))
 

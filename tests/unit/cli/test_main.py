@@ -423,3 +423,39 @@ def test_too_few_descriptors_are_one_line(capsys: pytest.CaptureFixture[str], mo
 
     monkeypatch.setattr(serving, "serve", serve)
     assert "ulimit -n" in error_line(capsys, "serve")
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("can't start new thread"), BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))]
+)
+def test_too_few_processes_are_one_line(
+    error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_nothing(*_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(serving, "serve", open_nothing)
+    assert "ulimit -u" in error_line(capsys, "serve")
+
+
+SERVE = """
+import os
+from roseinfer.cli.main import main
+
+
+def fork():
+    print(len(os.listdir("/proc/self/task")), os.environ["OPENBLAS_NUM_THREADS"], flush=True)
+    os._exit(0)
+
+
+os.fork = fork
+main(["serve"])
+"""
+
+
+def test_a_server_has_no_threads_of_blas_whose_lack_would_end_it_as_if_asked_to() -> None:
+    """OpenBLAS, which numpy brings along, sends SIGINT where it cannot start a thread for each core."""
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "5"}
+    command = [sys.executable, "-c", SERVE]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.split() == ["1", "5"]
