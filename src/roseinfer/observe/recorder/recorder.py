@@ -90,11 +90,11 @@ class Ring:
 
 
 def _since(begin_ns: int, ended: Sequence[_Ended]) -> Iterator[bytes]:
-    """Yields the records of requests that ended no earlier, the newest first."""
-    for end_ns, _, content in reversed(ended):
-        if end_ns < begin_ns:
-            break
-        yield content
+    """Yields the records of requests that ended no earlier.
+
+    All are looked at: a request whose client left comes behind others that ended after it, when the engine let it go.
+    """
+    return (content for end_ns, _, content in ended if end_ns >= begin_ns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,6 +152,17 @@ def test_a_part_that_begins_with_a_moment_has_nothing_that_ended_before() -> Non
     assert len(recorder.snapshot_since(0).recording().steps) == 3
 
 
+def test_a_request_that_the_engine_held_longer_hides_none_that_ended_after_it() -> None:
+    recorder = make_recorder()
+    left, other = (make_timeline(request_id=name, serial=i) for i, name in enumerate(("left", "other")))
+    left.end_ns, other.end_ns = 1000 * MS, 2000 * MS
+    recorder.on_start(left)
+    recorder.on_start(other)
+    recorder.on_finish(other)
+    recorder.on_finish(left)
+    assert [request.serial for request in recorder.snapshot_since(1500 * MS).recording().requests] == [1]
+
+
 def test_a_request_is_found_in_flight_and_afterwards() -> None:
     recorder = make_recorder()
     timeline = make_timeline(request_id="twin", end_ns=0, finish_reason=None)
