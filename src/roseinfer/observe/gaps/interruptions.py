@@ -24,7 +24,7 @@ class LiveInterruptions:
     """The newest interruptions of a running server. Any thread may report them, also the garbage collector."""
 
     def __init__(self) -> None:
-        self._known: deque[Interruption] = deque(maxlen=_MAX_INTERRUPTIONS)  # in the order of their ends
+        self._known: deque[Interruption] = deque(maxlen=_MAX_INTERRUPTIONS)  # in the order of reports
         self._under_way: set[tuple[int, Cause]] = set()  # since when
         self._last_end_ns = 0
         self._newest_report = object()
@@ -59,10 +59,7 @@ class LiveInterruptions:
             # Copies, since another one may come meanwhile. Lists: to make a tuple may collect garbage while it reads,
             # and the collector reports here.
             found = [(begin, _NEVER_NS, cause) for begin, cause in list(self._under_way)]
-            for interruption in reversed(list(self._known)):
-                if interruption[1] <= start_ns:
-                    break
-                found.append(interruption)
+            found += [interruption for interruption in list(self._known) if interruption[1] > start_ns]
             self._found = RecordedInterruptions(found)
         return self._found.within(start_ns, end_ns)
 

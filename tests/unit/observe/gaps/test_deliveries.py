@@ -45,6 +45,7 @@ def test_what_is_noted_late_hides_nothing_that_ended_after_it() -> None:
     live.add(30, 40, Cause.GC)
     live.add(10, 35, Cause.SCRAPE)  # by a thread that was stopped before it could tell
     assert live.quiet_since_ns == 40
+    assert live.within(36, 50) == [(36, 40, Cause.GC)]
 
 
 def test_questions_in_any_order_between_reports_find_what_overlaps() -> None:
