@@ -15,7 +15,7 @@ from roseinfer.engine.invariants import assert_invariants
 from roseinfer.engine.pace import Pace
 from roseinfer.engine.speculation import Speculation
 from roseinfer.messages import EngineInfo, PromptLogprobs, Request, SamplingParams, StepOutput, TokenLogprobs
-from roseinfer.records import FinishReason
+from roseinfer.records import EngineTimes, FinishReason
 from tests.fake_runner import FakeRunner
 
 RecordBatches = Callable[[Engine], list[ScheduledBatch]]
@@ -87,6 +87,7 @@ class Transcript:
 
     tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     reasons: dict[str, FinishReason] = field(default_factory=dict)
+    times: dict[str, EngineTimes] = field(default_factory=dict)  # of those that have ended
     steps: list[StepOutput] = field(default_factory=list)
     slots: dict[int, str] = field(default_factory=dict)  # of the requests that the columns tell of
     scores: dict[str, PromptLogprobs] = field(default_factory=dict)
@@ -109,6 +110,7 @@ class Transcript:
             if output.finish_reason is not None:
                 self.reasons[output.request_id] = output.finish_reason
                 assert output.times is not None
+                self.times[output.request_id] = output.times
         return step
 
 

@@ -101,8 +101,15 @@ class EngineMachine(RuleBasedStateMachine):
         pool = self.engine.scheduler.kv_cache.pool
         assert pool.num_used == 0
         assert self.engine.scheduler.kv_cache.prefix_cache.num_pending == 0
-        generated = sum(step.record.num_generated_tokens for step in self.transcript.steps)
-        assert generated == sum(map(len, self.transcript.tokens.values()))
+        for request_id, each in self.transcript.times.items():
+            assert bool(each.preempted_ns) == bool(each.num_preemptions) >= bool(each.resumed_ns)
+            assert each.resumed_ns >= each.preempted_ns or request_id in self.aborted
+        records, times = [step.record for step in self.transcript.steps], self.transcript.times.values()
+        assert self.engine.scheduler.num_added == len(self.requests)
+        assert sum(each.num_generated_tokens for each in records) == sum(map(len, self.transcript.tokens.values()))
+        assert sum(each.num_finished for each in records) == len(self.requests)
+        assert sum(each.num_preemptions for each in records) == sum(each.num_preemptions for each in times)
+        assert sum(each.num_prefix_hit_tokens for each in records) == sum(each.num_cached_tokens for each in times)
 
     def run_alone(self, request: Request) -> tuple[list[int], PromptLogprobs | None]:
         """As the harness's, once for equal requests."""

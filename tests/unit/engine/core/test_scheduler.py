@@ -1,6 +1,7 @@
 """The scheduler's promises, each on a real engine over the fake runner."""
 
 import gc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from roseinfer.engine.core.decode_ring import Plan, rows_of
 from roseinfer.engine.core.sequence import SlotTable
 from roseinfer.engine.invariants import assert_invariants
 from roseinfer.errors import ConfigError
-from roseinfer.records import FinishReason
+from roseinfer.records import BlockedBy, FinishReason
 from tests.unit.engine.harness import EOS, RecordBatches, Transcript, make_engine, make_request, run_alone, run_to_end
 
 
@@ -105,6 +106,29 @@ def test_admission_cap_is_per_step_and_independent_of_decode_width() -> None:
         engine.add_request(make_request(f"r{i}", [i + 1], max_tokens=9))
     admitted = [engine.step().record.num_prefill_seqs for _ in range(3)]
     assert admitted == [2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("blocked_by", "prompt_length", "config"),
+    [
+        (BlockedBy.TOKEN_BUDGET, 20, {"max_prefill_tokens": 30}),
+        (BlockedBy.TOKEN_BUDGET, 20, {"max_prefill_tokens": 20}),
+        (BlockedBy.PREFILL_SEQS, 1, {"max_prefill_seqs": 1}),
+        (BlockedBy.SLOTS, 1, {"max_active_seqs": 2, "max_prefill_seqs": 2}),
+        (BlockedBy.KV_BLOCKS, 60, {"num_blocks": 16, "max_num_batched_tokens": 200}),
+        (BlockedBy.NOTHING, 1, {}),
+    ],
+)
+def test_a_step_names_the_limit_that_keeps_out_the_first_that_waits(
+    blocked_by: BlockedBy, prompt_length: int, config: dict[str, Any]
+) -> None:
+    engine = make_engine(**{"max_num_seqs": 2, "max_prefill_seqs": 4, "max_active_seqs": 8, **config})
+    for i in range(4):
+        engine.add_request(make_request(f"r{i}", range(1 + i, 1 + i + prompt_length)))
+    engine.step()
+    record = engine.step().record
+    assert record.blocked_by is blocked_by
+    assert bool(record.num_waiting) == (blocked_by is not BlockedBy.NOTHING)
 
 
 def test_contradicting_limits_are_refused_at_construction() -> None:
