@@ -38,3 +38,11 @@ def test_a_ledger_that_is_asked_for_late_still_names_causes() -> None:
     for _ in range(1100):
         bench.step(rows=others)
     assert bench.attribution.decode_ns(slow) == told
+
+
+def test_of_requests_that_have_ended_nothing_is_kept() -> None:
+    bench = Bench()
+    bench.warm_up()
+    for timeline in bench.timelines:
+        bench.hub.on_finish(timeline)
+    assert not bench.attribution._accounts

@@ -215,9 +215,20 @@ def test_a_planted_cause_is_found_live_and_in_a_recording(cause: Cause) -> None:
     assert bench.attribution.num_slow_gaps[cause] == len(bench.slow)
     for gap, timeline in bench.slow:
         assert sum(gap.parts.values()) == gap.duration_ns == timeline.write_ns[-1] - timeline.write_ns[-2]
+        assert gap.step_id == bench.steps[-1].step_id
     recorded = [gap for gap in gaps_of(bench.recording()) if gap.is_slow]
     newest = {(gap.serial, gap.start_ns): (gap.cause, gap.parts) for gap in recorded[-len(bench.slow) :]}
     assert newest == {(gap.serial, gap.start_ns): (gap.cause, gap.parts) for gap, _ in bench.slow}
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_the_cause_is_not_the_largest_part_but_the_furthest_above_what_is_usual(is_streamed: bool) -> None:
+    bench = Bench(is_streamed=is_streamed)
+    bench.warm_up()
+    bench.step(parts={"h2d": 9 * MS, "capture": 8 * MS, "sample": 7 * MS})
+    assert len(bench.slow) == bench.num_streams
+    for gap, _ in bench.slow:
+        assert (max(gap.parts, key=gap.parts.__getitem__), gap.cause) == (Cause.DECODE, Cause.H2D_COPY)
 
 
 def test_a_graph_miss_is_found() -> None:
