@@ -165,7 +165,9 @@ def live(engine: Engine, requests: list[Request], pauses: list[int], aborted: di
     transcript = Transcript()
 
     def step() -> None:
-        transcript.take(engine.step())
+        record = transcript.take(engine.step()).record
+        num_tokens = record.num_decode_seqs + record.num_draft_tokens + record.num_prefill_tokens
+        assert num_tokens <= engine.scheduler.limits.max_num_batched_tokens
         assert_invariants(engine.scheduler)
         for request_id, least in aborted.items():
             if len(transcript.tokens[request_id]) >= least:
@@ -263,9 +265,11 @@ def test_rejected_tokens_are_never_in_the_prefix_cache() -> None:
     assert transcript.steps[0].record.num_prefix_hit_tokens > 20
 
 
-def test_rows_draft_beside_chunks_of_prompts() -> None:
+@pytest.mark.parametrize("max_prefill_tokens", [5, 9])
+def test_rows_draft_beside_chunks_of_prompts(max_prefill_tokens: int) -> None:
     requests = [make_request("stream", [1, 2, 3], max_tokens=80), make_request("prompt", [4] * 90, max_tokens=5)]
-    config: dict[str, Any] = {"repeats": True, "max_prefill_tokens": 5}
+    config: dict[str, Any] = {"repeats": True, "max_prefill_tokens": max_prefill_tokens}
+    config |= {"max_num_batched_tokens": 12, "max_num_seqs": 4}
     off = live(make_engine(**config), requests, [40, 0], {})
     on = live(make_engine(can_speculate=True, speculation=8, **config), requests, [10, 0], {})
     assert on.tokens == off.tokens
