@@ -87,12 +87,12 @@ def find_endpoint(url: str, api_key: str, param: str = "--url") -> Endpoint:
     return read_models(url, api_key, get(f"{url}/v1/models", api_key, param))
 
 
-def get(url: str, api_key: str, param: str) -> bytes:
+def get(url: str, api_key: str, param: str, timeout_s: float = GET_TIMEOUT_S) -> bytes:
     """The body of a GET. Raises ConfigError when nothing answers or the answer is another status than 200."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the load: without a proxy
     try:
         request = urllib.request.Request(url, headers=authorization(api_key))  # noqa: S310 - http or https
-        with opener.open(request, timeout=GET_TIMEOUT_S) as answer:
+        with opener.open(request, timeout=timeout_s) as answer:
             body: bytes = answer.read()
             return body
     except urllib.error.HTTPError as error:

@@ -141,7 +141,7 @@ def lines_of(run: ServeRun, header: Mapping[str, Any], title: str = "serve") -> 
         lags = Pool("Client submit lag", [request.submit_lag_ns for request in requests if request.sent_ns])
         lines += [lags.percentiles_line()] * bool(lags.values) + [run.verdict.line()]
     if not run.is_valid:
-        lines.append("The figures would be the generator's and not the server's, so none are printed.")
+        lines.append("The figures would be the generator's, not the server's, so none are printed (--max-lag-share).")
     elif complete:
         lines += [pool.percentiles_line() for pool in latency_pools(complete)]
         lines += _rate_lines(run) + ([] if run.verdict is None else _ledger_lines(complete))

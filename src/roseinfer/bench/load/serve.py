@@ -24,6 +24,7 @@ from roseinfer.errors import ConfigError, InvalidRequest
 from roseinfer.observe.recorder.recording import ClockPair, Recording
 
 _NUM_DRAWN_SEEDS = 1_000_000_000
+RECORDING_TIMEOUT_S = 120.0  # a server compresses it with what processor time its requests leave
 EXIT_INVALID = 1
 
 
@@ -125,7 +126,7 @@ def clock_ns(ops_url: str, api_key: str) -> int:
 def fetch_recording(ops_url: str, api_key: str, file: Path, since_ns: int = 0) -> None:
     """Write the server's recording since a moment of its clock to a file. Raises ConfigError or InvalidRequest."""
     url = f"{ops_url.rstrip('/')}/debug/recording?since_ns={since_ns}"
-    body = get(url, api_key, "--ops-url")
+    body = get(url, api_key, "--ops-url", RECORDING_TIMEOUT_S)
     Recording.read(io.BytesIO(body), f"What {ops_url} sent")  # checked before an older file is overwritten
     with writing(file, "--recording"):
         file.write_bytes(body)

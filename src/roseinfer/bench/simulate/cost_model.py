@@ -73,13 +73,14 @@ def fit(recording: Recording) -> Fit:
     steps = recording.steps
     disturbed = (steps["gc_ns"] > 0) | steps["is_profiled"] | (steps["capture_ns"] > 0)
     rows = steps["num_decode_seqs"] + steps["num_prefill_seqs"]
-    usable = steps[(rows > 0) & ~disturbed]
+    is_usable = (rows > 0) & ~disturbed
+    usable = steps[is_usable]
     if len(usable) < _MIN_STEPS:
         raise ConfigError(
             f"the recording holds {len(usable)} undisturbed steps and a cost model needs {_MIN_STEPS}",
             param="--cost-model",
         )
-    features, times = _features(usable), _compute_ns(usable)
+    features, times = _features(usable), _compute_ns(steps)[is_usable]
     coefficients, is_usual = fit_costs(features, times, _OUTLIER)
     errors = np.abs(features @ coefficients - times) / np.maximum(times, 1.0)
     step_ns, decode_row_ns, prefill_token_ns, context_token_ns = coefficients.tolist()
@@ -97,8 +98,15 @@ def _features(steps: StructArray) -> FloatArray:
 
 
 def _compute_ns(steps: StructArray) -> FloatArray:
-    """Launch and wait: what the device and its driver took. With a pipeline the wait is what was left of it."""
+    """What the device and its driver took for each step: launch and wait.
+
+    Of a step that was launched before the tokens of the one before it were known, they leave out what the device
+    computed while the host did its own work: such a step takes from those tokens to its own.
+    """
     times: FloatArray = (steps["launch_ns"] + steps["wait_ns"]).astype(np.float64)
+    launched_ns = (steps["start_ns"] + steps["schedule_ns"] + steps["launch_ns"])[1:]
+    is_queued = (np.diff(steps["step_id"]) == 1) & (launched_ns <= steps["tokens_ns"][:-1])
+    times[1:][is_queued] = np.diff(steps["tokens_ns"])[is_queued]
     return times
 
 

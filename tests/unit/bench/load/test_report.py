@@ -165,7 +165,7 @@ def test_cached_tokens_are_of_the_requests_that_tell_of_them(tmp_path: Path) -> 
 def test_an_invalid_run_has_no_percentiles_of_the_server(tmp_path: Path) -> None:
     run = make_run(seen([110, 114]), interval_ms=10)
     lines = lines_of(run, {})
-    assert lines[-1] == "The figures would be the generator's and not the server's, so none are printed."
+    assert lines[-1] == "The figures would be the generator's, not the server's, so none are printed (--max-lag-share)."
     assert not [line for line in lines if line.startswith(("TTFT", "ITL", "Throughput"))]
     write_result(tmp_path / "r.json", run, {}, None)
     assert json.loads((tmp_path / "r.json").read_text())["distributions"] == {}

@@ -15,7 +15,7 @@ import pytest
 from roseinfer.bench.definitions import Observed
 from roseinfer.bench.load import serve
 from roseinfer.bench.load.client import PreparedRequest
-from roseinfer.bench.load.endpoint import Endpoint, read_models
+from roseinfer.bench.load.endpoint import GET_TIMEOUT_S, Endpoint, read_models
 from roseinfer.bench.load.plan import PlannedRequest, Segment
 from roseinfer.bench.load.serve import fetch_recording, prepare
 from roseinfer.cli import main as cli
@@ -169,6 +169,19 @@ def test_the_recording_begins_with_the_run(runs: Runs, tmp_path: Path) -> None:
         runs.run("--ops-url", port.url, "--recording", str(tmp_path / "a.npz"))
     assert json.loads(runs.file.read_text())["recording"] == "a.npz"
     assert (tmp_path / "a.npz").read_bytes() == content.getvalue()
+
+
+def test_a_busy_server_has_time_for_its_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, asked = io.BytesIO(), []
+    make_recording().write(content)
+
+    def get(_url: str, _api_key: str, _param: str, timeout_s: float = GET_TIMEOUT_S) -> bytes:
+        asked.append(timeout_s)
+        return content.getvalue()
+
+    monkeypatch.setattr(serve, "get", get)
+    fetch_recording("http://ops", "", tmp_path / "a.npz")
+    assert min(asked) > 60
 
 
 def test_the_result_names_no_recording_that_could_not_be_had(runs: Runs, tmp_path: Path) -> None:

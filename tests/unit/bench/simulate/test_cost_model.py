@@ -6,7 +6,11 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
+from roseinfer.bench.load.plan import Arrivals, Workload
+from roseinfer.bench.options import Lengths
 from roseinfer.bench.simulate.cost_model import CostModel, fit
+from roseinfer.bench.simulate.simulation import Setup, Simulation
+from roseinfer.config.options import CacheConfig, SchedulerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.observe.recorder.recording import RequestRecord
 from roseinfer.records import PhaseTimes, StepRecord
@@ -49,6 +53,18 @@ def test_the_model_is_found_again() -> None:
     assert found.num_steps == 60
     assert found.median_error < 1e-6
     assert "from 60 steps, median error 0.0%" in found.line()
+
+
+def test_the_model_of_steps_that_overlap_is_found_again() -> None:
+    """While the device computes one, the host launches the next: the wait is less than what the device takes."""
+    costs = MODEL._replace(arrival_ns=200_000)
+    scheduler, cache = SchedulerConfig(max_num_seqs=16), CacheConfig()
+    setup = Setup(scheduler, cache, 512, 512, costs, pipeline_depth=1, is_asynchronous=True)
+    arrivals = Arrivals(8e6, is_poisson=True)
+    planned = Workload(arrivals, 40, None, Lengths(8, 90), Lengths(20, 60), 0.0, None, seed=3).plan()
+    found = fit(Simulation(setup).run(planned).recording())
+    assert found.model == pytest.approx(costs, rel=1e-3)
+    assert found.median_error < 1e-3
 
 
 def test_steps_that_something_unnamed_held_up_do_not_count() -> None:
