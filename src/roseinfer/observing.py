@@ -73,7 +73,12 @@ async def _observe(
 ) -> None:
     """Observe, and serve the operations port, until the front end has gone. `descriptors` are as for `_ops_port`."""
     receiver, gone = Receiver(), asyncio.Event()
-    link = Link(receiver.replies(), receiver.take, gone.set)
+
+    def on_lost() -> None:
+        gone.set()
+        receiver.is_informed.set()  # there is nothing more to wait for
+
+    link = Link(receiver.replies(), receiver.take, on_lost)
 
     def num_dropped() -> int:
         return output.num_dropped + receiver.num_dropped_log_lines
@@ -84,21 +89,23 @@ async def _observe(
         )
     except ConfigError as error:
         receiver.refuse(error)
-        await _hear(link, connection, gone)
+        await _connect(link, connection)
+        await gone.wait()
         return
     try:
         receiver.open(observation)
+        await _connect(link, connection)
+        await receiver.is_informed.wait()  # before, a page would have counters at 0, as of another server
         async with _ops_port(setup, *descriptors, receiver, link, observation):
-            await _hear(link, connection, gone)
+            await gone.wait()
     finally:
         observation.close()
 
 
-async def _hear(link: Link, connection: socket.socket, gone: asyncio.Event) -> None:
+async def _connect(link: Link, connection: socket.socket) -> None:
     connection.setblocking(False)
     await asyncio.get_running_loop().create_connection(lambda: link, sock=connection)
     link.tell("started", str(os.getpid()).encode())
-    await gone.wait()
 
 
 @asynccontextmanager
@@ -112,6 +119,7 @@ async def _ops_port(
     observation.flight.queue = lambda: receiver.queue
     keys = ApiKeys.configured(config.server.api_key_file, setup.more_keys)
     port = Port(config.server, Refusals(link), keys)
+    port.state = receiver.state
     receiver.on_state = partial(setattr, port, "state")
     routes = debug_routes(config, observation, front_end.profile, lambda: receiver.num_tasks)
     ops_app = build_ops_app(port, observation.page, front_end.judge, routes, [front_end.ask_first])

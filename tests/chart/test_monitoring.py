@@ -182,7 +182,7 @@ def test_vllms_latencies_are_recorded_from_ours(spec: Object) -> None:
     theirs = {name for name in rules if name.startswith("vllm:")}
     assert not theirs & {row.name for row in CATALOGUE}
     assert rules["vllm:time_to_first_token_seconds_sum"]["expr"] == (
-        f"roseinfer_time_to_first_token_seconds_sum{{{SELECTOR}}}"
+        f"roseinfer_engine_time_to_first_token_seconds_sum{{{SELECTOR}}}"
     )
     parts = {name.rpartition("_")[2] for name in theirs if name.startswith("vllm:time_to_first_token_seconds")}
     assert parts == {"bucket", "sum", "count"}
@@ -192,3 +192,19 @@ def test_links_lead_to_grafana_and_the_runbook(spec: Object) -> None:
     annotations = rules_of(spec)["RoseinferTTFTBudgetBurnFast"]["annotations"]
     assert annotations["dashboard_url"] == "https://example.com/grafana/d/roseinfer-service"
     assert annotations["runbook_url"].endswith("operations.md#roseinferttftbudgetburnfast")
+
+
+def test_a_dashboard_of_a_release_shows_what_the_rules_recorded_of_it(helm: HelmProcess) -> None:
+    """Another release in the namespace has budgets of its own; rules that name no release are read, too."""
+    boards = [
+        json.loads(text)
+        for each in helm.render({"dashboards": {"enabled": True}}).of("ConfigMap")
+        if "-dashboard-" in each["metadata"]["name"]
+        for text in each["data"].values()
+    ]
+    panels = [panel for board in boards for panel in board["panels"]]
+    expressions = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    expressions += [each["expr"] for board in boards for each in board["annotations"]["list"]]
+    found = [each for text in expressions for each in re.findall(r"(?:roseinfer:[a-z0-9_:]+|ALERTS)\{[^}]*\}", text)]
+    assert len(found) >= 20
+    assert [each for each in found if 'release=~"demo-roseinfer|"' not in each] == []

@@ -4,13 +4,13 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from roseinfer.errors import SlowReader
+from roseinfer.errors import NotReady, SlowReader
 from roseinfer.messages import ProfileEnded, Request, TokenOutput
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.records import EngineTimes, FinishReason, RequestTimeline
@@ -18,7 +18,7 @@ from roseinfer.server.ops import debug, profile
 from tests.integration.test_http_connections import HEAD, connected
 from tests.unit.observe.facts import Page, make_metrics
 from tests.unit.observe.flights import make_flight
-from tests.unit.server.harness import ScriptedEngine, Server, answering, ops_app, says, serving
+from tests.unit.server.harness import INSTRUMENTS, ScriptedEngine, Server, answering, ops_app, says, serving
 
 TABLE = (Path(__file__).parents[2] / "docs" / "http-api.md").read_text()
 DOCUMENTED = {
@@ -222,4 +222,17 @@ async def test_what_is_answered_well_and_the_probes_of_a_server_that_is_not_read
     async with serving(CountedEngine(metrics), observer=metrics) as server:
         server.engine.reply = says("a")
         assert {(await server.complete()).status, (await server.get("/v1/models")).status} == {200}
+    assert counted(metrics) == {}
+
+
+async def test_metrics_that_are_not_there_are_no_refused_request() -> None:
+    """While the telemetry process starts again: pickers that ask for them would use up the budget of availability."""
+    metrics = make_metrics()
+
+    async def pages(*_: object, **__: object) -> Any:
+        raise NotReady("The telemetry process, which has the metrics, is not running.")
+
+    instruments = replace(INSTRUMENTS, pages=pages)
+    async with serving(CountedEngine(metrics), observer=metrics, instruments=instruments) as server:
+        assert {(await server.get(path)).status for path in ("/metrics", "/metrics/load")} == {503}
     assert counted(metrics) == {}

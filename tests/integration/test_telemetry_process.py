@@ -74,9 +74,11 @@ class Front:
 
 
 @asynccontextmanager
-async def front(replies: Mapping[str, Reply] | None = None, **observe: object) -> AsyncIterator[Front]:
+async def front(
+    *more_ports: socket.socket, replies: Mapping[str, Reply] | None = None, **observe: object
+) -> AsyncIterator[Front]:
     started = Front(ObserveConfig(log_level="error", **observe))  # type: ignore[arg-type]
-    await started.process.start(replies or {}, [started.port], started.take_over)
+    await started.process.start(replies or {}, [started.port, *more_ports], started.take_over)
     try:
         yield started
     finally:
@@ -286,7 +288,7 @@ async def test_the_operations_port_asks_the_front_end(tmp_path: Path) -> None:
         return b""
 
     replies = {"probe": probe, "begin_profile": profile, "refusal": refusal}
-    async with front(replies, capture_dir=str(tmp_path)) as server, aiohttp.ClientSession() as session:
+    async with front(replies=replies, capture_dir=str(tmp_path)) as server, aiohttp.ClientSession() as session:
         for path, status in (("/livez", 200), ("/readyz", 503)):
             async with session.get(server.ops + path) as response:
                 assert (response.status, await response.text()) == (status, path)
@@ -337,3 +339,21 @@ async def test_causes_of_a_ledger_come_from_the_process() -> None:
         assert sum(parts.values()) == ledger["total_ns"]
         assert ledger["total_ns"] >= server.traffic.now_ns - request.recv_ns
         assert set(parts) & {f"decode.{cause}" for cause in Cause} - {"decode.unknown"}
+
+
+async def test_no_page_is_made_before_it_is_known_what_was_counted() -> None:
+    """Counters that are 0 on one page count as all of them again, and another time of the start as another server."""
+    head = b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    ports = [socket.create_server(("127.0.0.1", 0)) for _ in range(4)]  # each takes it a turn of its loop to open
+    async with front(*ports) as server:
+        run_some(server.traffic, 1)
+        before = await server.page()
+        server.signal(signal.SIGKILL)
+        ours, theirs = socket.socketpair()
+        transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, sock=theirs)
+        assert server.process.passage.give(transport, head)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        page = Page.parse((await answer(reader))[2].decode())
+        writer.close()
+        assert server.is_exact(page)
+        assert page.value("roseinfer_start_time_seconds") == before.value("roseinfer_start_time_seconds")

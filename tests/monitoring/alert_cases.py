@@ -165,17 +165,18 @@ OTHERS = (
         alert="RoseinferJitter",
         fires={
             **_quantile("itl:p99", "0.06"),
-            **_quantile("itl:p50", "0.01"),
+            **_quantile("stream_gap:p50", "0.01"),
             series("roseinfer_slow_gaps_total", POD, cause="prefill_of_others"): "0+9x60",
             series("roseinfer_slow_gaps_total", POD, cause="gc"): "0+1x60",
         },
         silent={
             **_quantile("itl:p99", "0.02"),
-            **_quantile("itl:p50", "0.002"),
+            **_quantile("stream_gap:p50", "0.002"),
         },  # ten times, and still too short to see
         at=30,
         labels=SERVICE,
-        told="p99 of the inter-token latency is 6 times p50 (model tiny). Most slow gaps: prefill_of_others.",
+        told="p99 of the inter-token latency is 6 times the usual gap of a stream (model tiny). Most slow gaps: "
+        "prefill_of_others.",
     ),
     AlertCase(
         alert="RoseinferH2DSlow",

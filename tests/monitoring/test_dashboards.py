@@ -304,3 +304,12 @@ def test_what_no_server_exposes_is_refused() -> None:
     for query, (error, message) in refused.items():
         with pytest.raises(error, match=message):
             SHOWN.complete(query)
+
+
+def test_first_tokens_are_those_of_streams() -> None:
+    """An answer in one piece is written when it is complete, which says nothing of its first token."""
+    found = [selector for expression in expressions().values() for selector in selectors(expression)]
+    found = [each for each in found if each.name.startswith("roseinfer_time_to_first_token_seconds")]
+    assert len(found) > 20
+    assert {value for each in found for label, _, value in each.matchers if label == "streamed"} == {"true"}
+    assert all("streamed" in {label for label, _, _ in each.matchers} for each in found)

@@ -2,11 +2,13 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from monitoring import queries
 from monitoring.outputs import FOLDER, ROOT
 from tests.conftest import require_tool
 from tests.monitoring.alert_cases import CASES, POD, SERVICE, AlertCase, History, series
@@ -149,3 +151,64 @@ def test_a_long_window_is_weighted_by_traffic(tmp_path: Path) -> None:
 def counted(test: PromTest) -> PromTest:
     """How many elements an expression has instead of their values."""
     return {**test, "expr": f"count({test['expr']})", "exp_samples": [{"labels": "{}", "value": 1}]}
+
+
+def test_an_alert_names_the_cause_of_its_own_service_and_none_where_no_gap_is_slow(tmp_path: Path) -> None:
+    (case,) = [case for case in CASES if case.alert == "RoseinferJitter"]
+    slow, sentence = "roseinfer_slow_gaps_total", " Most slow gaps: prefill_of_others."
+    others = {series(slow, {**POD, "namespace": "other"}, cause="gc"): "0+99x60"}
+    rest = {name: values for name, values in case.fires.items() if not name.startswith(slow)}
+    none = {series(slow, POD, cause=cause): "7x60" for cause in ("decode", "gc")}
+    assert case.told.endswith(sentence)
+    tests = [
+        alert_test(case, case.fires | others, fires=True),
+        alert_test(replace(case, told=case.told.removesuffix(sentence)), rest | none | others, fires=True),
+    ]
+    run(tmp_path, ["alerts.yaml"], tests)
+
+
+def test_failed_servers_that_are_no_pods_are_named_by_their_instances(tmp_path: Path) -> None:
+    name, instances = "RoseinferLivezFailing", ("10.0.0.7:8001", "10.0.0.8:8001")
+    labels = {"job": "roseinfer", "model_name": "tiny", "state": "failed"}
+    history = {series("roseinfer_lifecycle_state", labels, instance=each): "0x10 1x5" for each in instances}
+    fired = [
+        {
+            "exp_labels": {"instance": each, **ALERTS[name]["labels"]},
+            "exp_annotations": {
+                **ALERTS[name]["annotations"],
+                "description": f"/livez of  {each} failed within the last 3 minutes.",
+            },
+        }
+        for each in instances
+    ]
+    expected = {"eval_time": "12m", "alertname": name, "exp_alerts": fired}
+    run(
+        tmp_path,
+        ["alerts.yaml"],
+        [{"interval": "1m", "input_series": inputs(history), "alert_rule_test": [expected]}],
+    )
+
+
+def test_the_age_of_the_last_step_is_not_that_of_the_scrape(tmp_path: Path) -> None:
+    """A server that is busy and scraped every 15 s has made a step just before each scrape."""
+    (panel,) = [each for each in queries.panels(queries.dashboards()["engine"]) if each["title"] == "Last step"]
+    (target,) = queries.targets(panel, "1m", "1h")
+    history = {
+        series("roseinfer_engine_last_step_timestamp_seconds", POD): "0+15x20",  # promtool's clock begins at 0
+        series("roseinfer_num_requests_running", POD): "3x20",
+    }
+    samples = [{"labels": "{}", "value": 0}]
+    expected = {"expr": target.expression, "eval_time": "74s", "exp_samples": samples}
+    test = {"interval": "15s", "input_series": inputs(history), "promql_expr_test": [expected]}
+    run(tmp_path, ["recording.yaml"], [test])
+
+
+def test_tokens_of_drafts_that_come_together_are_no_jitter(tmp_path: Path) -> None:
+    """Each step makes three tokens of a stream, two of them in no time, and takes as long as the step before."""
+    (case,) = [case for case in CASES if case.alert == "RoseinferJitter"]
+    even = {"roseinfer_stream_gap_seconds": (0, 60), "roseinfer_inter_token_latency_seconds": (120, 180)}
+    history = {}
+    for name, (at_once, whole) in even.items():
+        for bound, count in (("0.0005", at_once), ("0.05", at_once), ("0.075", whole), ("+Inf", whole)):
+            history[series(f"{name}_bucket", POD, le=bound)] = f"0+{count}x60"
+    run(tmp_path, ["recording.yaml", "alerts.yaml"], [alert_test(case, history, fires=False)])

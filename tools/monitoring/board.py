@@ -115,7 +115,8 @@ def _variable(variable: Variable) -> Builder[models.VariableModel]:
 
 def _annotations() -> list[Builder[models.AnnotationQuery]]:
     """Alerts that fire and servers that are not ready, as marks on every panel."""
-    alerts = 'sum by (alertname) (ALERTS{alertname=~"Roseinfer.+",alertstate="firing"}) > 0'
+    of_these = 'namespace=~"$namespace|",pod=~"$pod|"'  # or of all servers together
+    alerts = f'sum by (alertname) (ALERTS{{alertname=~"Roseinfer.+",alertstate="firing",{of_these}}}) > 0'
     starting = 'roseinfer_lifecycle_state{state=~"starting|loading|warmup|draining|failed"}'
     return [
         dashboard.AnnotationQuery().name("Alerts").datasource(DATASOURCE).enable(True).icon_color("red").expr(alerts),

@@ -1,6 +1,7 @@
 """Makes the contents of all generated files: dashboards, rules and autoscaling queries, by path."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,9 @@ LOADING = """\
 Prometheus reads this file by `rule_files`; its `groups` are also the spec of a PrometheusRule.
 Prometheus must keep 3 days for the alerts, and 30 for the budgets on the dashboard."""
 
+# What the rules make, and alone says of which release it is; rules that are loaded in another way do not.
+_OF_RULES = re.compile(r"((?:roseinfer:[\w:]+|ALERTS)\{)")
+
 Rule = dict[str, Any]
 
 
@@ -80,6 +84,9 @@ def release_board(text: str) -> str:
             case "ttft" | "itl" as key:
                 word = f"@{key.upper()}_SECONDS@"
                 variable["current"] |= {"text": word, "value": word}
+    targets = [target for panel in board["panels"] for target in panel.get("targets", ())]
+    for query in (*targets, *board["annotations"]["list"]):
+        query["expr"] = _OF_RULES.sub(r'\1release=~"@RELEASE@|",', query["expr"])
     for panel in board["panels"]:
         _set_objective(panel)
         for step in panel.get("fieldConfig", {}).get("defaults", {}).get("thresholds", {}).get("steps", []):

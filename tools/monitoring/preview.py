@@ -51,7 +51,7 @@ UNITS = {
     "hertz": "Hz",
     "Bps": "B/s",
     "bytes": "B",
-    "decmbytes": "B",
+    "mbytes": "B",
 }
 
 
@@ -84,7 +84,7 @@ class Drawn(NamedTuple):
         unit = self.defaults.get("unit", "short")
         if unit == "percentunit":
             return f"{value * 100:.4g} %"
-        value = float(f"{value * 1e6 if unit == 'decmbytes' else value:.3g}")
+        value = float(f"{value * 2**20 if unit == 'mbytes' else value:.3g}")
         if math.isfinite(value) and (unit == "s" or abs(value) >= 1000):
             return EngFormatter(UNITS.get(unit, ""))(value).strip()
         return f"{value:g} {UNITS.get(unit, '')}".strip()

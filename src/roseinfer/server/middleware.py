@@ -235,6 +235,8 @@ def _record(request: web.Request, failure: RoseinferError) -> None:
     exchange = request.get(EXCHANGE)
     if exchange is not None:
         exchange.fail(failure)
+    if failure.status == 503 and request.path in QUIET_PATHS:
+        return  # metrics that are not there are no request of a client's, and pickers ask for them many times a second
     if exchange is None or not exchange.is_submitted:
         request.app[PORT].observer.on_refusal(failure.public_code)
 

@@ -533,10 +533,10 @@ _REQUESTS = (
         "requests",
         AtScrape(lambda state: {code: state.num_refusals[code] for code in REJECTION_CODES}),
         "HTTP requests that either port answered with an error before the engine heard of them, whatever they asked "
-        "for, each counted once by the code of the error: overloaded is status 429, not_ready, engine_dead and "
-        "queue_timeout are 503, other is an unforeseen 500, the rest are clients' mistakes. Those that asked for "
-        "tokens have the finish reason rejected too. A connection that is closed without an answer is in the log "
-        "alone.",
+        "for but metrics that are not there, each counted once by the code of the error: overloaded is status 429, "
+        "not_ready, engine_dead and queue_timeout are 503, other is an unforeseen 500, the rest are clients' mistakes. "
+        "Those that asked for tokens have the finish reason rejected too. A connection that is closed without an "
+        "answer is in the log alone.",
         Label(name="code", values=REJECTION_CODES),
     ),
     counter(

@@ -1,5 +1,6 @@
 """The telemetry process's side of facts: decodes them, and gives them to a hub as if they had happened here."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import msgspec
@@ -36,12 +37,18 @@ class Receiver:
         self.num_dropped_log_lines = 0  # by the front end
         self.queue = QueueReport()
         self.num_tasks = 0  # of the front end
+        self.is_informed = asyncio.Event()  # of what was true before it began, too
         self._state: LifecycleState | None = None
         self._refusal: ConfigError | None = None
         self._observation: Observation  # from `open` on
         self._open: dict[int, RequestTimeline] = {}  # by serial
         self._gc_pauses_ns: list[int] = []
         self.on_state: Callable[[LifecycleState], None] = lambda _: None
+
+    @property
+    def state(self) -> LifecycleState:
+        """The server's."""
+        return self._state or LifecycleState.STARTING
 
     def open(self, observation: Observation) -> None:
         """Gives the facts to this observation from now on."""
@@ -170,6 +177,7 @@ class Receiver:
         observation.metrics.resume(resumed.running, resumed.num_dropped, resumed.num_restarts)
         if resumed.engine is not None and resumed.engine != observation.flight.engine_info:
             observation.set_engine_info(resumed.engine)
+        self.is_informed.set()
 
     def _in_flight(self, request: InFlight) -> RequestTimeline:
         """Returns the copy that there is, brought up to date, or a new one."""
