@@ -30,10 +30,8 @@ PRECISIONS = ("float32", "bfloat16", "int8")
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}  # of one weight; int8's scales and biases are a thousandth
 KV_BYTES = {"float32": 4, "bfloat16": 2, "int8": 2}  # of one number in the cache: int8 is of the linears only
 _LAYER = ((WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))
-STEP_LINEARS = (
-    *_LAYER * NUM_LAYERS,
-    (WIDTH, VOCAB_SIZE),
-)  # (inputs, outputs) that a decode step multiplies by, in order
+# (inputs, outputs) that a decode step multiplies by, in order.
+STEP_LINEARS = (*_LAYER * NUM_LAYERS, (WIDTH, VOCAB_SIZE))
 STEP_WEIGHTS = sum(inputs * outputs for inputs, outputs in STEP_LINEARS)
 READ_MIB = (118, 236, 472, 1416)  # the weights in int8, bfloat16 and float32, and more than any cache holds
 GEMM_SHAPES = ((512, 768, 3072), (1024, 1024, 1024), (2048, 2048, 2048), (4096, 768, 3072))  # rows, inputs, outputs

@@ -87,9 +87,8 @@ SUITES = {
         "tests": Part("benchmarks.gpu.checks", 540, ("device",), ("--limit-s", "500")),
         "sanitizer": Part("benchmarks.gpu.checks", 360, ("device",), ("--sanitizer", "--limit-s", "320")),
         "roofs": Part("benchmarks.roofs", 90, ("device",)),
-        "search": Part(
-            "benchmarks.gpu.search", 420, ("device",), ("--write",)
-        ),  # the parts behind it run with its finds
+        # The parts behind it run with its finds.
+        "search": Part("benchmarks.gpu.search", 420, ("device",), ("--write",)),
         "block_info": Part("benchmarks.costs.block_info", 60),
         "streams": Part("benchmarks.gpu.streams", 720, ("model", "device")),
         "decode": Part("benchmarks.decode_step", 480, ("model", "device"), ("--ablations",)),

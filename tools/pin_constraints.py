@@ -20,10 +20,7 @@ PLATFORM_PACKAGES = ("nvidia-", "cuda-", "flashinfer")  # for a GPU alone: a CPU
 
 IMAGE_PYTHON = ("--python-version=3.11", "--implementation=cp")  # of the Dockerfile's base
 IMAGE_EXTRAS = ("loadtest",)  # that deploy/compose wants
-ARM64 = (
-    "manylinux2014_aarch64",
-    *(f"manylinux_2_{minor}_aarch64" for minor in range(17, 37)),
-)  # up to bookworm's glibc
+ARM64 = ("manylinux2014_aarch64", *(f"manylinux_2_{minor}_aarch64" for minor in range(17, 37)))  # to bookworm's glibc
 
 HEADER = """\
 # The versions that roseinfer is tested with: everything its dependencies and extras pull in, and nothing else.

@@ -293,9 +293,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True, gc=False):
     checkpoint_quantization: str = "none"  # the format that the weights were dequantised from
     kernels: str = ""  # level of the compiled CPU kernels; empty without them
     attention: str = "none"
-    linear: str = (
-        "none"  # how matrices are multiplied: `amx`, `registers`, `int8`, `int4`, `onednn` (all exact), `torch`
-    )
+    # How matrices are multiplied: `amx`, `registers`, `int8`, `int4`, `onednn` (all exact), `torch`.
+    linear: str = "none"
     num_threads: int = 0  # of the model on a CPU; 0 elsewhere
     cpu_limit: float | None = None  # cores that the quota of its control groups allows; None without one
     pid: int = 0  # of the engine's process; 0 where nothing computes

@@ -105,7 +105,7 @@ async def _observe(
 async def _connect(link: Link, connection: socket.socket) -> None:
     connection.setblocking(False)
     await asyncio.get_running_loop().create_connection(lambda: link, sock=connection)
-    link.tell("started", str(os.getpid()).encode())
+    link.notify("started", str(os.getpid()).encode())
 
 
 @asynccontextmanager

@@ -57,10 +57,10 @@ class LateFrontEnd:
             raise TimeoutError
         return msgspec.msgpack.encode(ProfileEnded(20, "")) if name == "end_profile" else b""
 
-    def ask_then(self, name: str, payload: bytes, timeout_s: float, take: Callable[[bytes | None], None]) -> None:
+    def ask_then(self, name: str, timeout_s: float, take: Callable[[bytes | None], None]) -> None:
         raise AssertionError(name)
 
-    def tell(self, name: str, payload: bytes) -> None:
+    def notify(self, name: str, payload: bytes) -> None:
         raise AssertionError(name)
 
 

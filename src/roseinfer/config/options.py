@@ -262,8 +262,7 @@ class RunnerConfig:
         None,
         "Threads of the model on a CPU. Default: one for each 16 MiB of weights, up to the cores that this process "
         "may use; in bfloat16 without kernels that multiply it (levels `avx512_bf16` and `amx`, and those of Arm) at "
-        "most 8, since with "
-        "more a row could depend on its neighbours.",
+        "most 8, since with more a row could depend on its neighbours.",
         ge=1,
         le=1024,
     )
@@ -606,7 +605,7 @@ def _check_relations(config: Config) -> None:
             param="scheduler.target_itl_ms",
         )
     if config.kv_events.endpoint is not None and not config.cache.prefix_caching:
-        raise ConfigError("there is nothing to tell with cache.prefix_caching off", param="kv_events.endpoint")
+        raise ConfigError("there are no events with cache.prefix_caching off", param="kv_events.endpoint")
     for origin in server.allowed_origins:
         if not _ORIGIN.fullmatch(origin):
             raise ConfigError(

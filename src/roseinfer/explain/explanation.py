@@ -85,9 +85,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     knobs: list[OptionAdvice]
     unexplained: CauseShare  # of p99 - p50, what has no name
     unknown_share: float  # of the time of all gaps
-    cpu_limit: float | None = (
-        None  # cores that the engine's control group allowed when it started; None without a limit
-    )
+    cpu_limit: float | None = None  # cores that the engine's control groups allowed when it started; None without one
     num_throttled: int = 0  # of the slow gaps, those whose cause is `cpu_throttled`
     num_draft_tokens: int = 0  # that the recorded steps verified: see scheduler.speculation
     num_accepted_tokens: int = 0  # of those, the ones that became tokens without a step of their own

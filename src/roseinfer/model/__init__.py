@@ -1,1 +1,1 @@
-"""TENSORS: turns batches of token rows into sampled tokens. Only this package imports torch."""
+"""The model: turns batches of token rows into sampled tokens, in torch."""

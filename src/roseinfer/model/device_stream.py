@@ -130,9 +130,8 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Ten
 
 def fetched_together(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors of a GPU on the host, complete when an event after their one copy has passed; torch keeps the memory."""
-    order = sorted(
-        range(len(tensors)), key=lambda index: -tensors[index].itemsize
-    )  # each begins at a multiple of its own
+    # The widest types first, so that each tensor begins at a multiple of its item size.
+    order = sorted(range(len(tensors)), key=lambda index: -tensors[index].itemsize)
     flat = [tensors[index].contiguous().view(-1).view(torch.uint8) for index in order]
     parts = torch.split(torch.cat(flat).to("cpu", non_blocking=True), [len(part) for part in flat])
     on_host = {index: part.view(tensors[index].dtype) for index, part in zip(order, parts, strict=True)}

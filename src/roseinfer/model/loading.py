@@ -45,9 +45,8 @@ _LEAST_MODEL_LEN = 1024  # without `model.max_model_len`: a server with less is 
 
 _log = logging.getLogger(__name__)
 
-OnProgress = Callable[
-    ..., None
-]  # of state, stage, a phrase for people, and, once that is known, the checkpoint's place
+# Of state, stage, a phrase for people, and, once that is known, the checkpoint's place.
+OnProgress = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ def load_model(config: Config, max_active_seqs: int, on_progress: OnProgress) ->
         if device_name == "cpu":
             _set_num_threads(config.runner.num_threads, placement, checkpoint)
         model = build_model(checkpoint, placement)
-        _tell_of_groups(checkpoint, placement.groups)
+        _log_exact_groups(checkpoint, placement.groups)
         eos_token_ids = checkpoint.eos_token_ids(model.vocab_size)
         is_auto = config.model.generation_config == "auto"
         sampling_defaults = checkpoint.sampling_defaults() if is_auto else SamplingDefaults()
@@ -147,7 +146,7 @@ def _plan_pool(config: Config, model: CausalLM, placement: Placement, max_active
     return num_blocks, min(wanted, num_tokens)
 
 
-def _tell_of_groups(checkpoint: Checkpoint, groups: GroupCount) -> None:
+def _log_exact_groups(checkpoint: Checkpoint, groups: GroupCount) -> None:
     """Say how much of a quantised checkpoint is in int4 as it is stored."""
     if checkpoint.quantization and groups.num_groups:
         method, num_other = checkpoint.quantization.quant_method, groups.num_groups - groups.num_exact

@@ -35,9 +35,8 @@ from roseinfer.runtime.loop_thread import LoopThread
 NUM_CALLS = 2  # of an actor at a time: while the last lines of one are answered, the other keeps the engine full
 MAX_ENGINES = 3  # that lines may end before they are given up
 
-_NO_CLUSTER = (
-    "Could not find any running Ray instance"  # Ray's words, as of 2.60; if it says another, nothing is started
-)
+# Ray's words, as of 2.60; if it says another, nothing is started.
+_NO_CLUSTER = "Could not find any running Ray instance"
 
 _log = logging.getLogger(__name__)
 

@@ -163,9 +163,9 @@ class LoopWaits:
         stopped_ns = stopped_ns if stopped_ns >= _LOOP_NOTED_NS else 0
         if stopped_ns or throttled_ns or waited_ns:
             begun_ns = now_ns - waited_ns - throttled_ns
-            self._tell(Stop(begun_ns - stopped_ns, begun_ns, now_ns - waited_ns, now_ns))
+            self._report(Stop(begun_ns - stopped_ns, begun_ns, now_ns - waited_ns, now_ns))
 
-    def _tell(self, stop: Stop) -> None:
+    def _report(self, stop: Stop) -> None:
         for listener in self.listeners:
             listener(stop)
 
@@ -189,7 +189,7 @@ class LoopWaits:
         """
         begin_ns = max(sent_ns, self._rest_ns)
         if self._ready_ns - begin_ns >= _EVERY_NS:
-            self._tell(Stop(begin_ns, self._ready_ns, self._ready_ns, self._ready_ns))
+            self._report(Stop(begin_ns, self._ready_ns, self._ready_ns, self._ready_ns))
 
 
 class _WatchedSelector(selectors.DefaultSelector):

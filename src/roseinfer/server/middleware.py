@@ -271,9 +271,7 @@ def error_response(
 async def _end_stream(request: web.Request, stream: web.StreamResponse, error: RoseinferError) -> web.StreamResponse:
     """End the stream with an error event, never as if it were whole. Behind it the connection may be used again."""
     exchange = request[EXCHANGE]
-    if (
-        isinstance(stream, web.Response) or exchange.failure_frames is None
-    ):  # not a stream, and cut in the middle: nothing can be added
+    if isinstance(stream, web.Response) or exchange.failure_frames is None:  # no stream of events: nothing can be added
         _abort(request)
         return stream
     with contextlib.suppress(ConnectionError, TimeoutError):

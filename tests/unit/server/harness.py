@@ -140,7 +140,7 @@ class ScriptedEngine:
         self.opened: list[RequestTimeline] = []
         self.closed: list[RequestTimeline] = []
         self.trouble: str | None = None
-        self.stands_since_ns = 0
+        self.stalled_since_ns = 0
         self.queue_estimate = QueueEstimate(64)
         self.started = asyncio.Event()  # until it is set, `start` waits
         self.start_error: Exception | None = None

@@ -168,15 +168,15 @@ class AsyncEngine:
         if not self.num_unfinished:  # no request waits for it, so it may stand still
             return account
         limit_ns = self._step_timeout_ns * (PAUSE_FACTOR if account.activity in _PAUSES else 1)
-        is_stuck = time.monotonic_ns() - self._stands_since_ns(account) > limit_ns
+        is_stuck = time.monotonic_ns() - self._stalled_since_ns(account) > limit_ns
         return Account(Activity.STUCK, account.since_ns) if is_stuck else account
 
     @property
-    def stands_since_ns(self) -> int:
+    def stalled_since_ns(self) -> int:
         account = self._transport.heartbeat.read()
-        return 0 if not self.num_unfinished or account.activity in _PAUSES else self._stands_since_ns(account)
+        return 0 if not self.num_unfinished or account.activity in _PAUSES else self._stalled_since_ns(account)
 
-    def _stands_since_ns(self, account: Account) -> int:
+    def _stalled_since_ns(self, account: Account) -> int:
         """Returns since when an engine with work has made no progress; an idle one, at most since the work came."""
         is_idle = account.activity is Activity.IDLE
         return max(account.since_ns, self._last_progress_ns) if is_idle else account.since_ns

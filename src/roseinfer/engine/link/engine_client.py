@@ -36,7 +36,7 @@ class EngineClient(Protocol):
         """What the engine is doing, and since when."""
 
     @property
-    def stands_since_ns(self) -> int:
+    def stalled_since_ns(self) -> int:
         """Since when an engine that has work has made no step; 0 without work, and in a pause that has its reason."""
 
     async def wait_dead(self) -> EngineError:

@@ -18,13 +18,13 @@ async def wait_for_death(client: EngineClient, observer: Observer) -> EngineErro
     Observers hear of one that has stood still for a second while it has work, and when it goes on.
     """
     dead = asyncio.ensure_future(client.wait_dead())
-    num_looks = told_ns = 0
+    num_looks = observed_ns = 0
     try:
         while not (await asyncio.wait({dead}, timeout=LOOK_INTERVAL_S))[0]:
-            since_ns = client.stands_since_ns
+            since_ns = client.stalled_since_ns
             since_ns = since_ns if since_ns and time.monotonic_ns() - since_ns > STALL_NS else 0
-            if since_ns != told_ns:
-                observer.on_stall(told_ns := since_ns)
+            if since_ns != observed_ns:
+                observer.on_stall(observed_ns := since_ns)
             trouble = client.trouble
             num_looks = 0 if trouble is None else num_looks + 1
             if trouble is not None and num_looks >= _LOOKS_BEFORE_THE_END:

@@ -21,9 +21,10 @@ from roseinfer.model.sampling.slot_table import GREEDY, MAX_RANKED, TRUNCATED, W
 _CHUNK = 256  # of the vocabulary: its sum is one number, so a draw searches few sums and then one chunk
 _CANDIDATES = (64, 256, MAX_RANKED)  # likeliest tokens to look at, as far as they suffice, before looking at all
 _BITS_ABOVE_1 = 0x3F800001  # of the float32 that follows 1
+# As int64 has them; products of int64 wrap around as those of uint64 do.
 _GAMMA, _FIRST, _SECOND = (
     constant - 2**64 for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)  # as int64 has them; products of int64 wrap around as those of uint64 do
+)
 
 
 class _Rows(NamedTuple):

@@ -41,9 +41,8 @@ class Layout:
 
     def __init__(self, num_rows: int, num_tokens: int, begin: int = 0) -> None:
         """The first field begins at the word `begin`."""
-        self.places: dict[
-            str, tuple[slice, np.dtype[np.integer[Any]]]
-        ] = {}  # words, and the type that they are read as
+        # Words, and the type that they are read as.
+        self.places: dict[str, tuple[slice, np.dtype[np.integer[Any]]]] = {}
         self.num_words = begin  # up to the end of the last field
         # Graphs of decode rows alone bring the block of each row's token.
         self._add("last_entries", num_rows, _WIDE)  # its index in the block table

@@ -185,7 +185,7 @@ class Progress:
         self._bar = tqdm(total=0, unit="B", unit_scale=True, desc=source, disable=not self._has_bar)
         self._lock = threading.Lock()
         self._num_bytes = self._total = 0
-        self._start_s = self._told_s = time.monotonic()
+        self._start_s = self._reported_s = time.monotonic()
 
     def expect(self, num_bytes: int) -> None:
         self._total += num_bytes
@@ -196,18 +196,18 @@ class Progress:
         with self._lock:
             self._num_bytes += num_bytes
             self._bar.update(num_bytes)
-            if not self._has_bar and time.monotonic() - self._told_s >= _LOG_EVERY_S:
-                self._tell()
+            if not self._has_bar and time.monotonic() - self._reported_s >= _LOG_EVERY_S:
+                self._report()
 
     def close(self) -> None:
         self._bar.close()
         if self._total and not self._has_bar:
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
-        self._told_s = time.monotonic()
+    def _report(self) -> None:
+        self._reported_s = time.monotonic()
         here, total = self._num_bytes / 1e6, self._total / 1e6
-        rate = here / max(self._told_s - self._start_s, 1e-3)
+        rate = here / max(self._reported_s - self._start_s, 1e-3)
         _log.info("%s: %.1f of %.1f MB are here, at %.1f MB/s", self._source, here, total, rate)
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from roseinfer.observe.gaps.causes import CAUSES, Cause
 from roseinfer.observe.gaps.deliveries import delivery_segments
 from roseinfer.observe.gaps.interruptions import LiveInterruptions
-from roseinfer.observe.gaps.intervals import stages
+from roseinfer.observe.gaps.intervals import engine_time_to_first_token_ns, stages, time_per_output_token_ns
 from roseinfer.observe.gaps.request_gaps import NUM_USUAL, SLOW_FACTOR, SLOW_MIN_NS, Gap, Usual
 from roseinfer.observe.gaps.step_gaps import GapSplitter, Segments, StepGap, StepGaps, segments_since
 from roseinfer.observe.hub import Column, Listeners, WriteObserver, Writes
@@ -272,13 +272,12 @@ def ledger_parts_ns(timeline: RequestTimeline, decode_ns: Mapping[Cause, int], u
 
 def ledger_json(timeline: RequestTimeline, decode_ns: Mapping[Cause, int], until_ns: int) -> dict[str, object]:
     """Returns the ledger as a client gets it; docs/causes.md says what each part is."""
-    tokens = timeline.token_ns
     return {
         "total_ns": until_ns - timeline.recv_ns,
         "parts_ns": ledger_parts_ns(timeline, decode_ns, until_ns),
-        "engine_time_to_first_token_ns": tokens[0] - timeline.tokenized_ns if tokens else None,
-        "time_per_output_token_ns": (tokens[-1] - tokens[0]) / (len(tokens) - 1) if len(tokens) > 1 else None,
-        "num_output_tokens": len(tokens),
+        "engine_time_to_first_token_ns": engine_time_to_first_token_ns(timeline),
+        "time_per_output_token_ns": time_per_output_token_ns(timeline),
+        "num_output_tokens": len(timeline.token_ns),
         "num_cached_tokens": timeline.num_cached_tokens,
         "num_preemptions": timeline.num_preemptions,
         "finish_reason": timeline.finish_reason,

@@ -68,7 +68,7 @@ class ServerState:
     last_step: StepRecord | None = None
     last_step_end_ns: int = 0
     last_step_unix_s: float = 0.0
-    stands_since_ns: int = 0  # an engine with work; 0 for one that goes on
+    stalled_since_ns: int = 0  # an engine with work; 0 for one that goes on
     stalled_s: float = 0.0
     host: HostFacts = field(default_factory=HostFacts)
     num_received: int = 0

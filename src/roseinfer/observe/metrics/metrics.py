@@ -231,7 +231,7 @@ class Metrics(WriteObserver):
             now_ns = time.monotonic_ns()
             if now_ns - self._host_read_ns >= _HOST_EVERY_NS:
                 state.host, self._host_read_ns = self.read_host(state.engine.pid if state.engine else 0), now_ns
-            state.stalled_s = (now_ns - state.stands_since_ns) / NS_PER_S if state.stands_since_ns else 0.0
+            state.stalled_s = (now_ns - state.stalled_since_ns) / NS_PER_S if state.stalled_since_ns else 0.0
             if state.last_step_end_ns:
                 age_s = (now_ns - state.last_step_end_ns) / NS_PER_S
                 state.last_step_unix_s = time.time() - age_s

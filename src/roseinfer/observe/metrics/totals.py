@@ -32,7 +32,7 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     num_received: int
     num_finished: int
     num_restarts: int
-    stands_since_ns: int
+    stalled_since_ns: int
     start_unix_s: float
     last_step: StepRecord | None
     last_step_end_ns: int
@@ -53,7 +53,7 @@ _PLAIN = (
     "num_received",
     "num_finished",
     "num_restarts",
-    "stands_since_ns",
+    "stalled_since_ns",
     "start_unix_s",
     "last_step",
     "last_step_end_ns",
@@ -78,7 +78,7 @@ class Totals(Observer):
     def on_lifecycle(self, state: LifecycleState) -> None:
         if state is LifecycleState.STARTING and self.state.lifecycle is not state:
             self.state.num_restarts += 1
-            self.state.stands_since_ns = 0
+            self.state.stalled_since_ns = 0
         self.state.lifecycle = state
         if state in {LifecycleState.STARTING, LifecycleState.FAILED}:
             self.state.last_step = None  # a dead engine runs nothing, whatever its last step said
@@ -90,7 +90,7 @@ class Totals(Observer):
         self.state.num_refusals[code if code in REJECTION_CODES else OTHER] += 1
 
     def on_stall(self, since_ns: int) -> None:
-        self.state.stands_since_ns = since_ns
+        self.state.stalled_since_ns = since_ns
 
     def on_rest(self, violations: Sequence[Violation]) -> None:
         for violation in violations:

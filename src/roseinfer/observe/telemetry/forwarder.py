@@ -83,7 +83,7 @@ class Forwarder(WriteObserver):
     def set_engine_info(self, info: EngineInfo) -> None:
         """Tells what the engine, which is now ready, turned out to be."""
         self._engine = info
-        self._tell(EngineReady(info, self.hub.entered_ns))
+        self._send_now(EngineReady(info, self.hub.entered_ns))
 
     def note_interruption(self, cause: Cause, start_ns: int, end_ns: int) -> None:
         """Notes that the front end did something else. May be called in any thread, also by the garbage collector."""
@@ -92,13 +92,13 @@ class Forwarder(WriteObserver):
     # --- facts --------------------------------------------------------------------------------------------------------
 
     def on_lifecycle(self, state: LifecycleState) -> None:
-        self._tell(Entered(state))
+        self._send_now(Entered(state))
 
     def on_stall(self, since_ns: int) -> None:
-        self._tell(Stalled(since_ns))
+        self._send_now(Stalled(since_ns))
 
     def on_rest(self, violations: Sequence[Violation]) -> None:
-        self._tell(Rested(list(violations)))
+        self._send_now(Rested(list(violations)))
 
     def on_start(self, timeline: RequestTimeline) -> None:
         if self._is_traced and not timeline.trace_id:
@@ -155,7 +155,8 @@ class Forwarder(WriteObserver):
             self._timer = asyncio.get_running_loop().call_soon(self.flush)
         return True
 
-    def _tell(self, message: Message) -> None:
+    def _send_now(self, message: Message) -> None:
+        """Sends all facts so far, and then this one."""
         self.flush()
         if self._send is None:
             self.num_dropped += self._has_begun

@@ -75,7 +75,7 @@ class Link(asyncio.Protocol):
             if self._transport is not None and held:
                 self._transport.write(b"".join(held))
 
-    def tell(self, name: str, payload: bytes) -> None:
+    def notify(self, name: str, payload: bytes) -> None:
         """Asks without waiting for an answer."""
         self.send(Question(0, name, payload))
 
@@ -91,7 +91,7 @@ class Link(asyncio.Protocol):
         self.send(Question(self._num_asked, name, payload))
         return self._num_asked
 
-    def ask_then(self, name: str, payload: bytes, timeout_s: float, take: Callable[[bytes | None], None]) -> None:
+    def ask_then(self, name: str, timeout_s: float, take: Callable[[bytes | None], None]) -> None:
         """Asks, and calls `take` with the answer, or with None where there is none in time.
 
         Without a task or a future, each of which is another turn of the event loop, and with one timer for many.
@@ -102,7 +102,7 @@ class Link(asyncio.Protocol):
             take(None if answer.error else answer.payload)
 
         try:
-            number = self.begin(name, payload, end)
+            number = self.begin(name, b"", end)
         except NotReady:
             take(None)
             return

@@ -97,8 +97,7 @@ def invariants_route(report: Callable[[], dict[str, Any]], count_tasks: Callable
 class _Handlers:
     def __init__(self, view: FlightView) -> None:
         self._view = view
-        # Calls that wait for the renderer have their own thread: however many pages are open, those for large bodies
-        # and metrics stay free.
+        # However many pages are open, the threads for large bodies and metrics stay free.
         self._thread = ThreadPoolExecutor(1, "roseinfer-debug")
 
     async def _off_loop(self, work: Callable[..., bytes], *arguments: object) -> bytes:

@@ -51,10 +51,10 @@ class Asks(Protocol):
     async def ask(self, name: str, payload: bytes = b"", timeout_s: float | None = None) -> bytes:
         """Raises NotReady when there is no front end, TimeoutError, and what it raised."""
 
-    def ask_then(self, name: str, payload: bytes, timeout_s: float, take: Callable[[bytes | None], None]) -> None:
+    def ask_then(self, name: str, timeout_s: float, take: Callable[[bytes | None], None]) -> None:
         """Asks, and calls `take` with the answer, or with None where there is none in time."""
 
-    def tell(self, name: str, payload: bytes) -> None:
+    def notify(self, name: str, payload: bytes) -> None:
         """Asks, and waits for no answer."""
 
 
@@ -65,7 +65,7 @@ class Refusals(Observer):
         self._link = link
 
     def on_refusal(self, code: str) -> None:
-        self._link.tell("refusal", code.encode())
+        self._link.notify("refusal", code.encode())
 
 
 class FrontEnd:
@@ -86,11 +86,11 @@ class FrontEnd:
 
     def sync_then(self, go_on: Callable[[], None]) -> None:
         """Calls `go_on` when all facts so far are here, or when they do not come."""
-        self._link.ask_then("sync", b"", SYNC_TIMEOUT_S, lambda _: go_on())
+        self._link.ask_then("sync", SYNC_TIMEOUT_S, lambda _: go_on())
 
     def load_then(self, go_on: Callable[[bytes | None], None]) -> None:
         """Calls `go_on` with what `/metrics/load` shows now, or with None when that does not come."""
-        self._link.ask_then("load", b"", SYNC_TIMEOUT_S, go_on)
+        self._link.ask_then("load", SYNC_TIMEOUT_S, go_on)
 
     @web.middleware
     async def ask_first(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -337,7 +337,7 @@ async def test_a_hung_engine_is_stuck_a_busy_collector_is_not_and_an_idle_one_ne
 
     transport.heartbeat.begin(Activity.STEPPING)
     assert after(1e6) is Activity.STEPPING, "no request waits for it"
-    assert client.stands_since_ns == 0
+    assert client.stalled_since_ns == 0
     after(0)
     stream = client.generate([make_request("a")], [open_timeline(client)])
     waiting = asyncio.create_task(anext(stream))
@@ -351,7 +351,7 @@ async def test_a_hung_engine_is_stuck_a_busy_collector_is_not_and_an_idle_one_ne
         after(0)
         transport.heartbeat.begin_collection() if activity is Activity.GC else transport.heartbeat.begin(activity)
         assert after(limit_s - 1) is activity
-        assert client.stands_since_ns == (now_ns if activity is Activity.STEPPING else 0), "a pause has its reason"
+        assert client.stalled_since_ns == (now_ns if activity is Activity.STEPPING else 0), "a pause has its reason"
         assert client.trouble is None
         assert after(limit_s + 1) is Activity.STUCK
         assert client.trouble == "no engine step for 30 s with work in flight"

@@ -20,7 +20,7 @@ async def test_who_observes_hears_of_an_engine_that_stands_still_and_that_it_goe
     dying = asyncio.create_task(watch.wait_for_death(engine, observer))
     now_ns = time.monotonic_ns()
     for since_ns in (now_ns, now_ns - 2 * watch.STALL_NS, 0):  # a step under way, one that takes long, none
-        engine.stands_since_ns = since_ns
+        engine.stalled_since_ns = since_ns
         await asyncio.sleep(0.02)
     engine.die(EngineDead("enough"))
     await dying

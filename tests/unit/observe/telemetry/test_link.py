@@ -61,19 +61,19 @@ async def test_answers_to_a_side_that_has_gone_are_no_lines_in_the_log(caplog: p
 
 
 async def test_questions_that_are_not_answered_in_time_end_without_an_answer() -> None:
-    async def echo(payload: bytes) -> bytes:
-        return payload
+    async def at_once(_: bytes) -> bytes:
+        return b"x"
 
     async def never(_: bytes) -> bytes:
         return await asyncio.Future()
 
     ours, theirs = socket.socketpair()
     link, lost = await connected(ours, {})
-    other, _ = await connected(theirs, {"echo": echo, "never": never})
+    other, _ = await connected(theirs, {"at_once": at_once, "never": never})
     ends: list[asyncio.Future[bytes | None]] = []
-    for name in ("never", "echo", "never"):
+    for name in ("never", "at_once", "never"):
         ends.append(asyncio.get_running_loop().create_future())
-        link.ask_then(name, b"x", 0.1, ends[-1].set_result)
+        link.ask_then(name, 0.1, ends[-1].set_result)
     assert await asyncio.wait_for(asyncio.gather(*ends), 5) == [None, b"x", None]
     assert not link._asked
     assert not link._deadlines
