@@ -228,7 +228,7 @@ class Delivery(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True, kw_only=True)
 class RequestTimeline:
-    """One request from its first byte to its last, in the terms of docs/metrics.md.
+    """One request from its head to its last byte, in the terms of docs/metrics.md.
 
     The front end owns it: the server stamps its side, `AsyncEngine` copies in what the engine reports, and the
     observers get it once, when both sides have ended. A stamp of 0 means that the point was not reached. One HTTP

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from roseinfer.engine.core.batch import POOLED_UNIT, Int32Array, Pooled, PooledRow
+from roseinfer.engine.core.batch import POOLED_UNIT, Int32Array, PooledRow
 from roseinfer.errors import ConfigError
 from roseinfer.messages import EmbeddingInfo, Pooling
 
@@ -37,10 +37,6 @@ def pool(hidden: torch.Tensor, rows: Sequence[PooledRow], starts: Int32Array) ->
             units = hidden[start:end].double() / POOLED_UNIT
             parts.append(units.round().to(torch.int64).sum(0))
     return parts
-
-
-def to_host(parts: Sequence[torch.Tensor]) -> tuple[Pooled, ...]:
-    return tuple(part.numpy() for part in parts)
 
 
 class _Module(msgspec.Struct):

@@ -36,7 +36,7 @@ from roseinfer.messages import SamplingParams
 from roseinfer.model.attention.base import Attend
 from roseinfer.model.device_stream import CudaStream, Event, Stream, fetched_together
 from roseinfer.model.loading import LoadedModel, OnProgress, load_model
-from roseinfer.model.pooling import pool, to_host
+from roseinfer.model.pooling import pool
 from roseinfer.model.sampling.edit_table import MaskArea
 from roseinfer.model.sampling.logprobs import SCORE_WIDTH, Logprobs, PackedLogprobs, PromptScores, rows_by_count
 from roseinfer.model.sampling.sampler import Sampler
@@ -94,7 +94,7 @@ class LaunchedBatch(msgspec.Struct, eq=False):
                 token_ids[self.failed_rows] = OWN_FAULT
             logprobs = None if self._logprobs is None else self._logprobs.to_host(len(token_ids))
             scores = () if self._scores is None else self._scores.to_host()
-            pooled = to_host(self._pooled) if self._pooled else ()
+            pooled = tuple(part.numpy() for part in self._pooled)
             self._sampled = SampledTokens(token_ids, logprobs, scores, pooled)
         return self._sampled
 

@@ -163,7 +163,7 @@ class Exchange:
         return hmac.digest(own.encode(), given.encode("utf-8", "surrogatepass"), "sha256").hex()[:32] if given else own
 
     def set_deadlines(self, timeout_s: float, queue_timeout_s: float) -> None:
-        """Set when it must have ended and when the engine must have begun, in seconds from its first byte; 0: never.
+        """Set when it must have ended and when the engine must have begun, in seconds from its head; 0: never.
 
         The handler is interrupted at the sooner of them. From `submit` on the engine keeps them, and the handler is
         interrupted only if the engine does not.

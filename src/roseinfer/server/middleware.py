@@ -139,7 +139,7 @@ async def release_body(request: web.Request, handler: Handler) -> web.StreamResp
 
 @web.middleware
 async def open_exchange(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Open the timeline of a request for tokens at its first byte (step 1), and close it after the last (step 15)."""
+    """Open the timeline of a request for tokens at its head (step 1), and close it after its last byte (step 15)."""
     if not is_for_tokens(request):
         return await handler(request)
     service = request.app[SERVICE]

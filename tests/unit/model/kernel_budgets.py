@@ -26,7 +26,7 @@ from benchmarks.gpu.kernels import LayerKernels
 from benchmarks.gpu.performance_model import MODELS
 from roseinfer.model.sampling.edit_table import EditTable
 from roseinfer.model.sampling.logprobs import SCORE_WIDTH
-from roseinfer.model.sampling.slot_table import SlotTable
+from roseinfer.model.sampling.slot_table import SamplingTable
 
 FILE = Path(__file__).with_suffix(".json")
 CAPABILITIES = (80, 89, 90, 100)
@@ -72,7 +72,7 @@ def budgets_of_sampling(capability: int, vocab_size: int) -> Budgets:
     from roseinfer.model.triton_kernels.sampling import choose
 
     triton.runtime.driver.set_active(AbsentGpu(capability))
-    table = SlotTable(NUM_SLOTS + 1, vocab_size, _CPU)
+    table = SamplingTable(NUM_SLOTS + 1, vocab_size, _CPU)
     edits = EditTable(NUM_SLOTS + 1, vocab_size, CONTEXT, _CPU)
     slots = torch.zeros(NUM_SLOTS, dtype=torch.int64)
     numbers = torch.zeros(NUM_SLOTS, SCORE_WIDTH, dtype=torch.float64)

@@ -82,9 +82,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome
 
 
-def judge(
-    metrics: Sequence[Metric], a: Runs, b: Runs, *, is_paired: bool, thresholds: Thresholds, seed: int = 0
-) -> list[Finding]:
+def judge(metrics: Sequence[Metric], a: Runs, b: Runs, *, is_paired: bool, thresholds: Thresholds) -> list[Finding]:
     """A finding for each metric. When paired, run i of both sides were neighbours in time and what they shared cancels.
 
     Raises ValueError for fewer than MIN_RUNS runs, or a figure that is not above zero.
@@ -93,7 +91,7 @@ def judge(
         raise ValueError(f"at least {MIN_RUNS} runs of each side are needed")
     if not (np.all(a.figures > 0) and np.all(b.figures > 0)):
         raise ValueError("figures must be above zero")
-    source = np.random.default_rng(seed)
+    source = np.random.default_rng(0)
     log_a, log_b = np.log(a.figures), np.log(b.figures)
     difference = log_b.mean(0) - log_a.mean(0)
     error, critical = _errors(log_a, log_b, is_paired, thresholds.confidence, source)

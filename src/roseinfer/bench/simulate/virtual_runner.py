@@ -20,8 +20,8 @@ from roseinfer.observe.gaps.causes import Cause
 class VirtualClock:
     """Nanoseconds that pass when `advance` is called. It does not begin at 0, which no stamp may be."""
 
-    def __init__(self, start_ns: int = 1_000_000_000) -> None:
-        self.now_ns = start_ns
+    def __init__(self) -> None:
+        self.now_ns = 1_000_000_000
 
     def __call__(self) -> int:
         return self.now_ns

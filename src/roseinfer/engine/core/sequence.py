@@ -116,7 +116,7 @@ class SlotTable:
     def num_free(self) -> int:
         return len(self._free)
 
-    def bind(self, sequence: Sequence, block_ids: list[int], num_computed: int) -> int:
+    def bind(self, sequence: Sequence, block_ids: list[int], num_computed: int) -> None:
         """Give the sequence a slot with these blocks, of which the first `num_computed` tokens are filled."""
         slot, params, num_tokens = self._free.pop(), sequence.request.params, len(sequence.token_ids)
         self._token_ids[slot, :num_tokens] = sequence.token_ids
@@ -131,7 +131,6 @@ class SlotTable:
         self.block_ids[slot, : len(block_ids)] = block_ids
         self.owners[slot] = sequence
         sequence.slot = slot
-        return slot
 
     def unbind(self, sequence: Sequence) -> list[int]:
         """Free the slot; the sequence keeps its token ids. Returns the block ids it held."""

@@ -12,7 +12,7 @@ import torch
 from roseinfer.engine.core.batch import Int32Array
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.sampling.logprobs import LogprobRows, Logprobs, rows_by_count
-from roseinfer.model.sampling.slot_table import Int64Array, SlotTable
+from roseinfer.model.sampling.slot_table import Int64Array, SamplingTable
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _LOGITS = (_POINTER, _SIZE, _SIZE, _SIZE, _SIZE)  # numbers, whether they are bfloat16, stride, rows, vocabulary
@@ -21,7 +21,7 @@ _LOGITS = (_POINTER, _SIZE, _SIZE, _SIZE, _SIZE)  # numbers, whether they are bf
 class NativeSampling:
     """The `SamplingBackend` on a CPU with kernels."""
 
-    def __init__(self, table: SlotTable, kernels: Kernels) -> None:
+    def __init__(self, table: SamplingTable, kernels: Kernels) -> None:
         self._table = table
         self._draw = kernels.function("sampling_tokens", *_LOGITS, *[_POINTER] * 4)
         self._score = kernels.function("sampling_logprobs", *_LOGITS, _POINTER, _POINTER, _SIZE, *[_POINTER] * 4)

@@ -20,7 +20,7 @@ from roseinfer.model.sampling.edit_table import EditTable
 from roseinfer.model.sampling.logit_edits import GROUP, LogitsEdits
 from roseinfer.model.sampling.logprobs import LogprobRows, Logprobs
 from roseinfer.model.sampling.native import NativeSampling
-from roseinfer.model.sampling.slot_table import TRUNCATED, Int64Array, SlotTable
+from roseinfer.model.sampling.slot_table import TRUNCATED, Int64Array, SamplingTable
 from roseinfer.model.sampling.torch import TorchSampling
 
 
@@ -74,7 +74,7 @@ class Sampler:
         """
         self._outbox = outbox or Outbox(device)
         self._masks = masks
-        self._table = SlotTable(num_slots, vocab_size, device, self._outbox)
+        self._table = SamplingTable(num_slots, vocab_size, device, self._outbox)
         self._device = device
         self._edit_table: EditTable | None = None
         if device.type == "cuda" and find_spec("triton") is not None:

@@ -31,7 +31,7 @@ SLOT = np.dtype(
 )
 
 
-class SlotTable:
+class SamplingTable:
     """The parameters of each slot's owner. A slot without an owner is greedy."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device, outbox: Outbox | None = None) -> None:

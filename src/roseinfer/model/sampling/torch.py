@@ -16,7 +16,7 @@ from roseinfer.engine.core.batch import NO_TOKEN, Int32Array
 from roseinfer.model.device import Scratch
 from roseinfer.model.device_stream import to_device
 from roseinfer.model.sampling.logprobs import LogprobRows, Logprobs, rows_by_count
-from roseinfer.model.sampling.slot_table import GREEDY, MAX_RANKED, TRUNCATED, WHOLE, Int64Array, SlotTable
+from roseinfer.model.sampling.slot_table import GREEDY, MAX_RANKED, TRUNCATED, WHOLE, Int64Array, SamplingTable
 
 _CHUNK = 256  # of the vocabulary: its sum is one number, so a draw searches few sums and then one chunk
 _CANDIDATES = (64, 256, MAX_RANKED)  # likeliest tokens to look at, as far as they suffice, before looking at all
@@ -41,7 +41,7 @@ class _Rows(NamedTuple):
 class TorchSampling:
     """The `SamplingBackend` in torch: on a GPU, and on a CPU without kernels."""
 
-    def __init__(self, table: SlotTable, device: torch.device) -> None:
+    def __init__(self, table: SamplingTable, device: torch.device) -> None:
         self._table = table
         self._device = device
         self._scratch = Scratch(device)

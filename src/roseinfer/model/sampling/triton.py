@@ -7,7 +7,7 @@ from roseinfer.engine.core.batch import MAX_STEP_DRAFTS, Int32Array
 from roseinfer.model.device_stream import to_device
 from roseinfer.model.sampling.edit_table import EditTable
 from roseinfer.model.sampling.logprobs import SCORE_WIDTH, PackedLogprobs
-from roseinfer.model.sampling.slot_table import SlotTable
+from roseinfer.model.sampling.slot_table import SamplingTable
 from roseinfer.model.sampling.torch import TorchSampling
 from roseinfer.model.triton_kernels import sampling as kernels
 
@@ -15,7 +15,7 @@ from roseinfer.model.triton_kernels import sampling as kernels
 class TritonSampling(TorchSampling):
     """The `SamplingBackend` on a GPU with Triton. Log-probabilities come with the tokens; other ones are torch's."""
 
-    def __init__(self, table: SlotTable, device: torch.device, edits: EditTable) -> None:
+    def __init__(self, table: SamplingTable, device: torch.device, edits: EditTable) -> None:
         super().__init__(table, device)
         self._edits = edits
         num_rows = len(table.host) + MAX_STEP_DRAFTS

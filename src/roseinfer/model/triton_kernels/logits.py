@@ -23,7 +23,7 @@ from roseinfer.model.sampling.edit_table import (
     EditTable,
     num_mask_words,
 )
-from roseinfer.model.sampling.slot_table import SLOT, SlotTable
+from roseinfer.model.sampling.slot_table import SLOT, SamplingTable
 from roseinfer.model.triton_kernels.language import LOG2_E, Constant, Pointer, constant, kernel
 
 PIECE = 4096  # of the vocabulary: what one program reads at a time
@@ -66,7 +66,7 @@ class Logits(NamedTuple):
     record_words: Constant  # of a record of the table of slots, in int64
 
 
-def logits_of(logits: torch.Tensor, table: SlotTable, edits: EditTable, *, are_changed: bool) -> Logits:
+def logits_of(logits: torch.Tensor, table: SamplingTable, edits: EditTable, *, are_changed: bool) -> Logits:
     vocab_size = logits.shape[1]
     assert logits.stride(1) == 1 or vocab_size == 1, "a row's logits lie side by side"
     num_pieces = -(-vocab_size // PIECE)

@@ -14,7 +14,7 @@ from triton import next_power_of_2
 
 from roseinfer.engine.core.batch import NO_TOKEN, OWN_FAULT
 from roseinfer.model.sampling.edit_table import CHANGES, EditTable
-from roseinfer.model.sampling.slot_table import GREEDY, TRUNCATED, SlotTable
+from roseinfer.model.sampling.slot_table import GREEDY, TRUNCATED, SamplingTable
 from roseinfer.model.triton_kernels.language import Pointer, constant, kernel
 from roseinfer.model.triton_kernels.likeliest import Groups, draw_likeliest
 from roseinfer.model.triton_kernels.logits import (
@@ -65,7 +65,7 @@ def choose(
     logits: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
-    table: SlotTable,
+    table: SamplingTable,
     edits: EditTable,
     numbers: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -89,7 +89,7 @@ def choose(
     return ids
 
 
-def _new_scores(num_rows: int, num_pieces: int, table: SlotTable, numbers: torch.Tensor) -> Scores:
+def _new_scores(num_rows: int, num_pieces: int, table: SamplingTable, numbers: torch.Tensor) -> Scores:
     shape, device = (num_rows, num_pieces), numbers.device
     likeliest = torch.empty(2, *shape, PADDED_LIKELIEST, dtype=torch.int32, device=device)
     return Scores(table.num_logprobs, torch.empty(shape, device=device), likeliest[0], likeliest[1], numbers)

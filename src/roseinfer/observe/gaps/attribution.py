@@ -250,7 +250,7 @@ _COMPLETE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
 def ledger_parts_ns(timeline: RequestTimeline, decode_ns: Mapping[Cause, int], until_ns: int) -> dict[str, int]:
-    """Splits the time from the request's first byte to `until_ns` into parts, in their order, that add up to it.
+    """Splits the time from the request's head to `until_ns` into parts, in their order, that add up to it.
 
     `decode_ns` says what the time from its first token to its newest went to, and adds up to it. A request that was
     cut short has the parts it lived through, the last of them up to the end.

@@ -57,7 +57,7 @@ class PlannedIds(RandomIdGenerator):
 
 @dataclass(slots=True)
 class TraceContext:
-    """One request's place in a trace, from its first byte to its last."""
+    """One request's place in a trace, from its head to its last byte."""
 
     trace_id: int
     span_id: int
@@ -161,7 +161,7 @@ def request_name(timeline: RequestTimeline, attributes: Mapping[str, Value]) -> 
 
 
 def request_parts(timeline: RequestTimeline) -> Iterator[Part]:
-    """Yields what a request went through, part after part, without a hole from its first byte to its last write.
+    """Yields what a request went through, part after part, without a hole from its head to its last write.
 
     The part in which it ended goes to its end, and tokens that the engine made later are in none. `write` is from the
     last token to the last write.

@@ -144,8 +144,8 @@ class EngineBody(ModelBody, frozen=True, kw_only=True):
     timeout_s: Annotated[
         Seconds | None,
         Meta(
-            description="Longest time of the request, from its first byte; then 504, or in a stream an error event. "
-            "Default: the server's."
+            description="Longest time of the request, from when its head was read; then 504, or in a stream an error "
+            "event. Default: the server's."
         ),
     ] = None
     queue_timeout_s: Annotated[

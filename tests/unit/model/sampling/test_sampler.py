@@ -18,7 +18,7 @@ from roseinfer.engine.core.batch import NO_TOKEN, SlotBinding
 from roseinfer.messages import SamplingParams, TokenLogprobs
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.sampling.sampler import Sampler
-from roseinfer.model.sampling.slot_table import SlotTable
+from roseinfer.model.sampling.slot_table import SamplingTable
 from tests.conftest import BuiltKernels
 from tests.unit.model.setups import LEVELS_WITHOUT_PRODUCTS, kernels_at
 
@@ -374,7 +374,7 @@ def test_makes_neither_copies_nor_random_numbers_of_all_logits(kernels: Kernels 
 
 
 def test_slots_that_may_not_stop_yet_are_counted() -> None:
-    table = SlotTable(4, 32, torch.device("cpu"))
+    table = SamplingTable(4, 32, torch.device("cpu"))
     barring, plain = SamplingParams(min_tokens=2, stop_token_ids=(5,)), SamplingParams(min_tokens=2)
     for slot, params in ((0, barring), (1, barring), (0, plain), (1, barring), (2, plain)):
         table.bind(SlotBinding(slot, params, 3, ()))

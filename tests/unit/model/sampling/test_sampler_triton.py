@@ -12,7 +12,7 @@ from roseinfer.messages import SamplingParams, TokenLogprobs
 from roseinfer.model.sampling.edit_table import EditTable
 from roseinfer.model.sampling.logprobs import SCORE_WIDTH
 from roseinfer.model.sampling.sampler import Sampler
-from roseinfer.model.sampling.slot_table import SlotTable
+from roseinfer.model.sampling.slot_table import SamplingTable
 from roseinfer.model.sampling.torch import TorchSampling
 from tests.unit.model.sampling import test_logit_edits
 from tests.unit.model.triton_processes import ABSENT_GPU, Worker, compiled, compiler_process, interpreter_process
@@ -55,8 +55,8 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     yield from compiler_process(tmp_path_factory.mktemp("triton"))
 
 
-def table_of(vocab_size: int, owners: Sequence[SamplingParams] = OWNERS) -> SlotTable:
-    table = SlotTable(len(owners), vocab_size, CPU)
+def table_of(vocab_size: int, owners: Sequence[SamplingParams] = OWNERS) -> SamplingTable:
+    table = SamplingTable(len(owners), vocab_size, CPU)
     for slot, params in enumerate(owners):
         table.bind(SlotBinding(slot, params, 3, ()))
     return table

@@ -17,7 +17,7 @@ from roseinfer.model.runner import ModelRunner
 from roseinfer.model.sampling import torch as sampling_torch
 from roseinfer.model.sampling.edit_table import EditTable
 from roseinfer.model.sampling.logit_edits import GROUP, GrammarMasks, Penalties
-from roseinfer.model.sampling.slot_table import SlotTable
+from roseinfer.model.sampling.slot_table import SamplingTable
 from roseinfer.model.sampling.torch import TorchSampling
 from roseinfer.model.steps.graphs import decode_graph_sizes
 from roseinfer.model.steps.warm_up_batches import WARM_UP_KINDS, decode_batch, unheld_draw
@@ -52,14 +52,14 @@ def test_sampling_has_met_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     scored = record(monkeypatch, TorchSampling, "logprobs")
     masked = record(monkeypatch, GrammarMasks, "apply")
     barred: list[int] = []
-    barred_of = SlotTable.barred
+    barred_of = SamplingTable.barred
 
-    def noted(table: SlotTable, *arguments: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    def noted(table: SamplingTable, *arguments: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         rows_and_ids = barred_of(table, *arguments)
         barred.append(0 if rows_and_ids is None else len(rows_and_ids[0]))
         return rows_and_ids
 
-    monkeypatch.setattr(SlotTable, "barred", noted)
+    monkeypatch.setattr(SamplingTable, "barred", noted)
     runner_of().warm_up(64)
     assert [len(masses) for _, masses, _ in draws] == [NUM_SLOTS]  # type: ignore[arg-type]
     assert max(len(rows) for _, _, _, rows, _ in scored) == NUM_SLOTS  # type: ignore[arg-type]
