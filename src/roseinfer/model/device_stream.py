@@ -152,7 +152,7 @@ class Outbox:
     def put(self, use: Callable[..., object], *arrays: npt.NDArray[np.generic]) -> None:
         """Call `use` with these arrays, as tensors on the device, when they have been sent; before what is put later.
 
-        They are flat, of whole words, and nobody changes them.
+        They are flat, of whole words, and are not changed afterwards.
         """
         if self._device.type == "cpu":
             use(*map(torch.from_numpy, arrays))
