@@ -43,7 +43,7 @@ class ChildProcess:
     """Runs a module of ours as a process that answers one request at a time.
 
     The process starts at the first request, and again at the next one when it has ended. Every method may be called in
-    any thread, and blocks.
+    any thread, and blocks; the process ends with the thread whose request started it.
     """
 
     def __init__(self, module: str, *, niceness: int, stderr: int | None = None) -> None:

@@ -1,7 +1,7 @@
 """Lowers the scheduling priority of this process or thread.
 
-`python -m roseinfer.runtime.niceness INCREMENT MODULE` lowers it before it runs the module: a child that did so after
-its imports would have taken a core for a second by then, from the process that started it.
+`python -m roseinfer.runtime.niceness INCREMENT MODULE` lowers it before it runs the module, as a child of the process
+that started it: one that did so after its imports would have taken a core for a second by then, from that process.
 """
 
 import contextlib
@@ -50,4 +50,7 @@ def be_nicer_in_this_thread(increment: int) -> None:
 
 if __name__ == "__main__":
     be_nicer(int(sys.argv[1]))
+    from roseinfer.runtime.child_process import live_as_child
+
+    live_as_child()  # else what it computes for ever would outlive a parent that is killed
     runpy.run_module(sys.argv[2], run_name="__main__")

@@ -77,6 +77,12 @@ def test_payloads_and_refusals_come_back(child: ChildProcess) -> None:
     assert child.request(Ask("echo"), b"") == ("", b"")
 
 
+def test_a_child_leaves_signals_to_its_parent_before_it_imports_anything(child: ChildProcess, tmp_path: Path) -> None:
+    module = tmp_path / "answering.py"
+    module.write_text(f"import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n{module.read_text()}")
+    assert child.request(Ask("echo"), b"ab").payload == b"ba"
+
+
 @pytest.mark.parametrize("what", ["die", "memory"])
 def test_a_child_that_died_is_named_and_replaced(child: ChildProcess, what: str) -> None:
     with pytest.raises(EOFError, match="the process of answering ended before it answered"):

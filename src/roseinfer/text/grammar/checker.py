@@ -22,7 +22,6 @@ from roseinfer.runtime.child_process import (
     ChildProcess,
     answer_requests,
     limit_memory,
-    live_as_child,
     receive_request,
     send_answer,
 )
@@ -166,7 +165,6 @@ def _num_bytes(grammar: Grammar, verdict: str) -> int:
 
 def main() -> None:
     """The child: reads the vocabulary, then answers for each grammar what is wrong with it."""
-    live_as_child()  # a grammar that never ends would outlive a parent that is killed
     from roseinfer.text.grammar.compiler import Vocabulary  # which the parent never imports
 
     setup, _ = receive_request(Setup)
