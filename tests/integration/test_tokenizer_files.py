@@ -4,6 +4,7 @@ import base64
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,24 +168,30 @@ def test_a_process_of_its_own_makes_it(home: Path) -> None:
 @pytest.mark.usefixtures("converted_here")
 def test_it_is_kept_and_made_anew_when_damaged(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     byte_level(home)
-    first = tokenizer_file(home)
-    content = first.read_bytes()
+    with tokenizer_file(home) as first:
+        content = first.read_bytes()
     assert first.is_relative_to(home / ".cache")
     with monkeypatch.context() as patched:
         patched.setattr(tokenizer_files, "_convert", None)  # or it would be called
-        assert tokenizer_file(home) == first
+        with tokenizer_file(home) as second:
+            assert second == first
     first.write_bytes(content[:100])
-    assert tokenizer_file(home).read_bytes() == content
+    with tokenizer_file(home) as anew:
+        assert anew.read_bytes() == content
     (home / "merges.txt").write_text("#version: 0.2\n")
-    assert tokenizer_file(home) != first, "other files, another tokenizer"
+    with tokenizer_file(home) as other:
+        assert other != first, "other files, another tokenizer"
     assert not list((home / ".cache").rglob("*.partial"))
 
 
 @pytest.mark.usefixtures("converted_here")
-def test_a_cache_that_cannot_be_written_is_no_reason(home: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_no_reason(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     byte_level(home)
     (home / ".cache").write_text("a file")
+    (temporary := home / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     assert Tokenizer.load(home).encode_here("Hello", add_special_tokens=False)
+    assert not list(temporary.iterdir()), "each start of a server would leave some more"
 
 
 @pytest.mark.usefixtures("converted_here")

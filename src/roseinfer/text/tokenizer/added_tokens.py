@@ -25,8 +25,8 @@ class _Model(msgspec.Struct):
 
 def tokenizer_json(directory: Path) -> bytes:
     """The content of a checkpoint's tokenizer.json, or of a converted one. Raises ConfigError."""
-    file = tokenizer_file(directory)
-    content = read_file(file)
+    with tokenizer_file(directory) as file:
+        content = read_file(file)
     if file != directory / NAME:
         return content  # transformers made it, of the other files too
     declared, special = _declared(directory)

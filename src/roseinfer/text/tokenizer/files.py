@@ -12,6 +12,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,8 +30,17 @@ _TIMEOUT_S = 300
 _log = logging.getLogger(__name__)
 
 
-def tokenizer_file(directory: Path) -> Path:
-    """The checkpoint's own tokenizer.json, or a converted one. Raises ConfigError."""
+@contextmanager
+def tokenizer_file(directory: Path) -> Iterator[Path]:
+    """The checkpoint's own tokenizer.json, or a converted one, which is gone at the end if there is no cache for it.
+
+    Raises ConfigError.
+    """
+    with ExitStack() as stack:
+        yield _find_or_convert(directory, stack)
+
+
+def _find_or_convert(directory: Path, stack: ExitStack) -> Path:
     models = find_tokenizer(directory)
     if models[0].name == NAME:
         return models[0]
@@ -42,7 +53,7 @@ def tokenizer_file(directory: Path) -> Path:
         if kept.stem == f"{key}-{_digest(kept)}":
             return kept
         kept.unlink(missing_ok=True)
-    return _convert(directory, cache, key)
+    return _convert(directory, cache, key, stack)
 
 
 def find_tokenizer(directory: Path) -> list[Path]:
@@ -94,14 +105,14 @@ def _digest(path: Path) -> str:
     return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
 
 
-def _convert(directory: Path, cache: Path, key: str) -> Path:
-    """The result, in the cache, or where that cannot be written in the directory for temporary files."""
+def _convert(directory: Path, cache: Path, key: str, stack: ExitStack) -> Path:
+    """The result, in the cache, or where that cannot be written in a temporary directory of the stack."""
     _log.info("the tokenizer is converted, once", extra={"checkpoint_dir": str(directory)})
     try:
         cache.mkdir(parents=True, exist_ok=True)
         file, name = tempfile.mkstemp(".partial", dir=cache)
     except OSError:
-        cache = Path(tempfile.mkdtemp(prefix="roseinfer-tokenizer-"))
+        cache = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="roseinfer-tokenizer-")))
         file, name = tempfile.mkstemp(".partial", dir=cache)
     os.close(file)
     partial = Path(name)
