@@ -23,7 +23,6 @@ from roseinfer.observe.recorder import capture
 from roseinfer.observe.telemetry.link import Link
 from roseinfer.observe.telemetry.process import Setup
 from roseinfer.observe.telemetry.receiver import Receiver
-from roseinfer.runtime.child_process import live_as_child
 from roseinfer.runtime.file_watch import WATCH_INTERVAL_S
 from roseinfer.runtime.fork_server import fork_children, receive_descriptors
 from roseinfer.runtime.frames import receive_frame
@@ -40,13 +39,12 @@ _OPS_CLOSE_S = 0.2  # for answers of the operations port under way at the end
 
 
 def telemetry_main(fd: int) -> int:
-    """The process that `TelemetryProcess` starts: its forks observe the facts that come over their sockets.
+    """The process that `TelemetryProcess` starts, a child: its forks observe the facts that come over their sockets.
 
     `fd` is the socket over which the setup comes, then those of the operations port, the end of a passage, and then the
     sockets of its forks.
     """
     server_pid = os.getppid()
-    live_as_child()
     with socket.socket(fileno=fd) as control:
         try:
             setup = msgspec.msgpack.decode(receive_frame(control), type=Setup)

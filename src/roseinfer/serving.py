@@ -25,6 +25,7 @@ from roseinfer.observe.gaps.interruptions import LiveInterruptions, hear_interru
 from roseinfer.observe.telemetry.forwarder import Forwarder
 from roseinfer.observe.telemetry.process import COMMAND, TelemetryProcess
 from roseinfer.runtime import memory
+from roseinfer.runtime.child_process import live_as_child
 from roseinfer.runtime.cpu_waits import LoopWaits
 from roseinfer.runtime.fork_server import Begun, fork_here
 from roseinfer.runtime.gc_pauses import GcPauses
@@ -75,6 +76,7 @@ def serve(config: Config, more_keys: str = "") -> int:
 
 def _telemetry(control: socket.socket) -> int:
     """What `TelemetryProcess` talks to, as a fork that has this process's modules already."""
+    live_as_child()
     be_nicer(FRONT_END_NICENESS)  # before it imports; its forks become nicer
     from roseinfer.observing import telemetry_main
 

@@ -26,6 +26,7 @@ from roseinfer.config.sources import Given, LoadedConfig, build, gather
 from roseinfer.errors import ConfigError, EngineError, RoseinferError
 from roseinfer.messages import Seed, Temperature, TokenCount, TopK, TopP
 from roseinfer.model.kernels.library import LEVELS
+from roseinfer.runtime.child_process import live_as_child
 from roseinfer.runtime.niceness import FRONT_END_NICENESS, be_nicer
 
 EXIT_USAGE = 2
@@ -188,6 +189,7 @@ def _handling(handler: Callable[[int, FrameType | None], None], *numbers: signal
 
 
 def _run_child(name: str, fd: int) -> int:
+    live_as_child()  # before it imports: on a busy machine that takes long, and it may hold the operations port
     if name == "telemetry":
         be_nicer(FRONT_END_NICENESS)  # before it imports; its forks become nicer
         from roseinfer.observing import telemetry_main

@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -459,3 +460,32 @@ def test_a_server_has_no_threads_of_blas_whose_lack_would_end_it_as_if_asked_to(
     command = [sys.executable, "-c", SERVE]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     assert done.stdout.split() == ["1", "5"]
+
+
+PARENT = """
+import socket, subprocess, sys
+ours, theirs = socket.socketpair()
+command = [sys.executable, "-P", "-m", "roseinfer", sys.argv[1], "--fd", str(theirs.fileno())]
+child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+child.wait()
+"""
+IMPORTED = """
+import os, time
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("name", ["engine", "telemetry"])
+def test_a_child_that_still_imports_ends_with_its_parent(name: str, tmp_path: Path) -> None:
+    (tmp_path / "numpy.py").write_text(IMPORTED)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", PARENT, name]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        stat = Path(f"/proc/{int(parent.stdout.readline())}/stat")
+        parent.kill()
+    deadline_s = time.monotonic() + 60
+    while stat.exists() and ") Z " not in stat.read_text():
+        assert time.monotonic() < deadline_s, "it runs on"
+        time.sleep(0.01)
