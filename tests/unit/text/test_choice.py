@@ -4,13 +4,14 @@ import pytest
 
 from roseinfer.errors import EngineFailed, RequestTimeout, SequenceFailed
 from roseinfer.messages import TokenOutput
-from roseinfer.records import FinishReason, RequestTimeline
+from roseinfer.records import Arrival, EngineTimes, FinishReason, RequestTimeline
 from roseinfer.text.choice import Choice, OutputOptions
 from tests.unit.server.harness import EOS, ids, text_model, times
 
 
-def make_choice(*stop: str) -> Choice:
-    return Choice(0, text_model().tokenizer, RequestTimeline(request_id="a", recv_ns=1), OutputOptions(stop=stop))
+def make_choice(*stop: str, is_prompt_only: bool = False) -> Choice:
+    options = OutputOptions(stop=stop, is_prompt_only=is_prompt_only)
+    return Choice(0, text_model().tokenizer, RequestTimeline(request_id="a", recv_ns=1), options)
 
 
 def told(choice: Choice, steps: list[TokenOutput], interval: int) -> list[tuple[str, list[int]]]:
@@ -70,6 +71,7 @@ def test_a_stop_string_ends_the_text_before_it_whatever_the_engine_goes_on_to_do
     assert not choice.is_due(1)
 
 
+@pytest.mark.parametrize("is_prompt_only", [False, True])
 @pytest.mark.parametrize(
     ("reason", "error"),
     [
@@ -78,15 +80,32 @@ def test_a_stop_string_ends_the_text_before_it_whatever_the_engine_goes_on_to_do
         (FinishReason.ABORT, EngineFailed),
     ],
 )
-def test_what_the_engine_did_not_bring_to_its_end_is_an_error(reason: FinishReason, error: type[Exception]) -> None:
-    choice = make_choice()
+def test_what_the_engine_did_not_bring_to_its_end_is_an_error(
+    reason: FinishReason, error: type[Exception], is_prompt_only: bool
+) -> None:
+    choice = make_choice(is_prompt_only=is_prompt_only)
     choice.add_output(TokenOutput("a", ids("ab")))
     with pytest.raises(error, match=r"\.$"):
         choice.add_output(TokenOutput("a", [], None, reason, None, times()))
 
 
-def test_a_grammar_that_failed_is_not_the_models_error_and_its_words_are_for_the_log() -> None:
-    choice = make_choice()
+def test_a_delta_has_the_arrival_of_the_token_that_made_it_due() -> None:
+    """Tokens that came before it was written came along."""
+    choice, at = make_choice(), list[int]()
+    for i, output in enumerate(steps_of(ids("abcdef"))):
+        choice.timeline.arrivals.append(Arrival(i, i, i))
+        choice.add_output(output)
+        choice.note_due(2)
+        if i in {0, 3, 5}:
+            arrival = choice.pop_delta().arrival
+            assert arrival is not None
+            at.append(arrival.tokens_ns)
+    assert at == [0, 2, 5]
+
+
+@pytest.mark.parametrize("scheduled_ns", [0, 2])
+def test_a_grammar_that_failed_is_not_the_models_error_and_its_words_are_for_the_log(scheduled_ns: int) -> None:
+    choice, when = make_choice(), EngineTimes(1, scheduled_ns, 0, 0)
     with pytest.raises(SequenceFailed, match=r"^The grammar could not be followed any further\.$"):
-        choice.add_output(TokenOutput("a", [], None, FinishReason.ERROR, times=times(), grammar_error="2003 items"))
+        choice.add_output(TokenOutput("a", [], None, FinishReason.ERROR, times=when, grammar_error="2003 items"))
     assert choice.timeline.grammar_error == "2003 items"

@@ -4,6 +4,7 @@ import pytest
 
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap
+from roseinfer.observe.gaps.step_gaps import StepGap, StepGaps
 from roseinfer.records import FinishReason, RequestTimeline
 from tests.unit.observe.facts import MS
 from tests.unit.observe.gaps.test_request_gaps import Bench
@@ -46,3 +47,12 @@ def test_of_requests_that_have_ended_nothing_is_kept() -> None:
     for timeline in bench.timelines:
         bench.hub.on_finish(timeline)
     assert not bench.attribution._accounts
+
+
+def test_the_oldest_steps_are_forgotten() -> None:
+    gaps = StepGaps()
+    for at_ns in range(100):
+        gaps.add(StepGap(at_ns, at_ns + 1, at_ns, ()), 10)
+        known = [end_ns for end_ns in range(1, at_ns + 2) if gaps.ended_at(end_ns) is not None]
+        assert known == list(range(1, at_ns + 2))[-len(known) :], "the newest"
+        assert min(at_ns + 1, 10) <= len(known) <= 20

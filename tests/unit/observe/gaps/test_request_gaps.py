@@ -36,7 +36,6 @@ class Bench:
 
     num_streams: int = 4
     is_streamed: bool = True
-    pipeline_depth: int = 0
     now_ns: int = 1_000 * MS
     attribution: Attribution = field(default_factory=Attribution)
     slow: list[tuple[Gap, RequestTimeline]] = field(default_factory=list)
@@ -77,7 +76,7 @@ class Bench:
         start_ns = self.now_ns
         self.now_ns += host_ns + compute_ns + extra_ns
         tokens_ns = self.now_ns
-        launch_ns = compute_ns + extra_ns
+        wait_ns = compute_ns // 2
         record = make_step(
             **{
                 "step_id": len(self.steps) + 1,
@@ -89,7 +88,7 @@ class Bench:
                 "num_prefill_tokens": 100 * newcomers,
                 "num_generated_tokens": len(rows),
                 "num_context_tokens": 50 * len(rows),
-                "phases": PhaseTimes(schedule=host_ns, launch=launch_ns, **parts),
+                "phases": PhaseTimes(schedule=host_ns, launch=compute_ns + extra_ns - wait_ns, wait=wait_ns, **parts),
                 **changes,
             }
         )
@@ -336,7 +335,16 @@ def test_a_device_that_sets_the_pace_hides_the_host() -> None:
     bench = Bench(is_streamed=False)
     for i in range(30):
         phases = PhaseTimes(schedule=3 * MS, launch=2 * MS, wait=5 * MS)
-        bench.step(newcomers=4 if i == 0 else 0, pipeline_depth=1, phases=phases)  # type: ignore[arg-type]
+        ahead = PhaseTimes(schedule=3 * MS, launch=2 * MS, h2d=MS, capture=MS // 2, sample=MS // 2)
+        bench.step(
+            newcomers=4 if i == 0 else 0,
+            pipeline_depth=1,
+            gc_ns=MS,
+            outbox_wait_ns=MS,
+            cpu_wait_ns=MS,
+            phases=phases,  # type: ignore[arg-type]
+            ahead=ahead,  # type: ignore[arg-type]
+        )
     totals = bench.attribution.total_ns
     assert totals[Cause.DECODE] == 4 * 29 * (DECODE_NS + 200 * US)
 
@@ -355,7 +363,7 @@ def test_a_device_that_waits_for_its_host_blames_what_the_host_did_meanwhile() -
 def random_life(seed: int) -> Bench:
     """Steps of every kind, one after the other."""
     chance = random.Random(seed)
-    bench = Bench(is_streamed=chance.random() < 0.7)
+    bench, depth = Bench(is_streamed=chance.random() < 0.7), seed % 2
     bench.warm_up(chance.randrange(2, 30))
     kinds = list(PLANTS.values())
     for _ in range(60):
@@ -364,9 +372,12 @@ def random_life(seed: int) -> Bench:
         elif chance.random() < 0.3:
             chance.choice(kinds)(bench)
         else:
+            ahead = PhaseTimes(**{name: chance.randrange(10 * MS) for name in PhaseTimes.__struct_fields__})
             bench.step(
                 host_ns=chance.randrange(1, 3 * MS),
-                compute_ns=chance.randrange(1, 30 * MS),
+                compute_ns=chance.choice((US, chance.randrange(1, 30 * MS))),
+                pipeline_depth=depth,
+                ahead=ahead,  # type: ignore[arg-type]
                 gc_ns=chance.choice((0, 0, 50 * MS)),
                 outbox_wait_ns=chance.choice((0, 0, 50 * MS)),
                 on_its_way_ns=(*(chance.randrange(2, 30 * MS) for _ in range(4)),),  # type: ignore[arg-type]
