@@ -4,7 +4,7 @@ import pytest
 
 from roseinfer.errors import EngineFailed, RequestTimeout, SequenceFailed
 from roseinfer.messages import TokenOutput
-from roseinfer.records import Arrival, EngineTimes, FinishReason, RequestTimeline
+from roseinfer.records import EngineTimes, FinishReason, RequestTimeline
 from roseinfer.text.choice import Choice, OutputOptions
 from tests.unit.server.harness import EOS, ids, text_model, times
 
@@ -87,20 +87,6 @@ def test_what_the_engine_did_not_bring_to_its_end_is_an_error(
     choice.add_output(TokenOutput("a", ids("ab")))
     with pytest.raises(error, match=r"\.$"):
         choice.add_output(TokenOutput("a", [], None, reason, None, times()))
-
-
-def test_a_delta_has_the_arrival_of_the_token_that_made_it_due() -> None:
-    """Tokens that came before it was written came along."""
-    choice, at = make_choice(), list[int]()
-    for i, output in enumerate(steps_of(ids("abcdef"))):
-        choice.timeline.arrivals.append(Arrival(i, i, i))
-        choice.add_output(output)
-        choice.note_due(2)
-        if i in {0, 3, 5}:
-            arrival = choice.pop_delta().arrival
-            assert arrival is not None
-            at.append(arrival.tokens_ns)
-    assert at == [0, 2, 5]
 
 
 @pytest.mark.parametrize("scheduled_ns", [0, 2])

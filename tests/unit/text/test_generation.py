@@ -9,7 +9,7 @@ import pytest
 
 from roseinfer.errors import InvalidRequest, PromptName, PromptTooLong, SequenceFailed
 from roseinfer.messages import Request, SamplingParams, TokenOutput
-from roseinfer.records import FinishReason, RequestTimeline
+from roseinfer.records import Arrival, FinishReason, RequestTimeline
 from roseinfer.text.choice import EncodedPrompt, OutputOptions
 from roseinfer.text.generation import NUM_SEEDS, Generation, GenerationRequest
 from tests.unit.server.harness import ScriptedEngine, engine_info, ids, text_model, times
@@ -25,11 +25,13 @@ def build(request: GenerationRequest) -> list[Request]:
 
 
 def test_the_sequences_of_a_prompt_lie_side_by_side_and_differ_in_their_seed() -> None:
-    requests = build(wanted("a", "bc", best_of=2, n=2, cache_salt="salt", priority=-3, deadline_ns=5))
+    deadlines = {"deadline_ns": 5, "queue_deadline_ns": 4}
+    requests = build(wanted("a", "bc", best_of=2, n=2, cache_salt="salt", priority=-3, **deadlines))
     assert [request.request_id for request in requests] == ["id/0", "id/1", "id/2", "id/3"]
     assert [request.prompt_token_ids for request in requests] == [ids("a"), ids("a"), ids("bc"), ids("bc")]
     assert [request.params.seed for request in requests] == [7, 8, 7, 8]
-    assert {(request.cache_salt, request.priority, request.deadline_ns) for request in requests} == {("salt", -3, 5)}
+    assert {(request.cache_salt, request.priority) for request in requests} == {("salt", -3)}
+    assert {(request.deadline_ns, request.queue_deadline_ns) for request in requests} == {(5, 4)}
     assert requests[0].prompt_token_ids is requests[1].prompt_token_ids  # so it goes to the engine once
     last = build(wanted("a", best_of=2, params=SamplingParams(seed=NUM_SEEDS - 1)))
     assert [request.params.seed for request in last] == [NUM_SEEDS - 1, 0]
@@ -43,8 +45,8 @@ def test_without_a_seed_each_prompt_draws_one() -> None:
 
 def test_what_the_context_leaves_is_generated() -> None:
     params = SamplingParams(max_tokens=100)
-    requests = build(wanted("a" * 100, "b" * 27, params=params, fits_context=True))
-    assert [request.params.max_tokens for request in requests] == [28, 100]
+    requests = build(wanted("a" * 100, "b" * 27, "c" * 127, params=params, fits_context=True))
+    assert [request.params.max_tokens for request in requests] == [28, 100, 1]
     with pytest.raises(PromptTooLong) as caught:
         build(wanted("a", "b" * 128, fits_context=True))
     assert caught.value.param == "prompts[1]"
@@ -122,6 +124,33 @@ async def test_only_a_stream_and_a_stop_string_need_each_token_as_it_comes(
     engine, generation = await running(wanted("x", **fields))
     await asyncio.gather(generation.run(), play(engine, [step("a", 0, reason=FinishReason.LENGTH)], 1))
     assert engine.are_streamed == [is_streamed]
+
+
+async def test_a_stop_string_aborts_its_sequence_at_once_and_what_was_on_its_way_ends_no_other() -> None:
+    engine, generation = await running(
+        wanted("x", best_of=2, n=2, stream_interval=1, output=OutputOptions(stop=("cd",)))
+    )
+    engine.abort = engine.aborted.append  # type: ignore[method-assign]
+    generation.pop_deltas([*step("cd", 0), *step("a", 1)])
+    assert engine.aborted == ["id/0"]
+    generation.pop_deltas([*step("e", 0), *step("b", 1)])
+    generation.pop_deltas(step("", 0, reason=FinishReason.ABORT))
+    assert (engine.aborted, generation.is_over) == (["id/0"], False)
+    [delta] = generation.pop_deltas(step("f", 1, reason=FinishReason.LENGTH))
+    assert (delta.text, generation.is_over) == ("f", True)
+
+
+async def test_a_delta_has_the_arrival_of_the_token_that_made_it_due() -> None:
+    """Tokens that came before it was written came along."""
+    _, generation = await running(wanted("x", stream_interval=2))
+    at: list[int] = []
+    for text in ("a", "bcd", "ef"):
+        arrivals = generation.choices[0].timeline.arrivals
+        arrivals += [Arrival(i, i, i) for i in range(len(arrivals), len(arrivals) + len(text))]
+        for delta in generation.pop_deltas([output for token in text for output in step(token, 0)]):
+            assert delta.arrival is not None
+            at.append(delta.arrival.tokens_ns)
+    assert at == [0, 2, 5]
 
 
 async def test_a_reader_that_leaves_ends_what_is_left() -> None:
