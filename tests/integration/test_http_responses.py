@@ -117,6 +117,7 @@ async def test_a_stream_and_a_whole_answer_hold_the_same(text: str, body: dict[s
     is_whole = reason is FinishReason.STOP
     assert events[-1]["type"] == ("response.completed" if is_whole else "response.incomplete")
     assert (final["incomplete_details"] is None) is is_whole
+    assert {final["completed_at"] is None, whole.json["completed_at"] is None} == {not is_whole}
     for name in ("status", "incomplete_details", "usage", "tools", "text"):
         assert final[name] == whole.json[name]
     assert [without_ids(item) for item in final["output"]] == [without_ids(item) for item in whole.json["output"]]
@@ -231,6 +232,8 @@ async def test_log_probabilities_are_those_of_the_text(is_streamed: bool, stop: 
     assert [top["token"] for top in logprobs[0]["top_logprobs"]] == ["b", "c"]
     deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
     assert not is_streamed or [entry for delta in deltas for entry in delta] == logprobs
+    _, request = await ask("x", stream=is_streamed)
+    assert request.params.num_logprobs is None, "they were not asked for"
 
 
 @pytest.mark.parametrize("has_begun", [True, False])
@@ -428,9 +431,16 @@ async def test_a_form_and_a_forced_call_have_a_grammar() -> None:
     _, request = await ask("x", text={"format": {"type": "json_schema", "name": "a", "schema": schema, "strict": True}})
     assert request.params.grammar is not None
     assert json.loads(request.params.grammar.source) == schema
-    _, request = await ask(CALL, tools=[TOOL], tool_choice={"type": "function", "name": "f"})
-    assert request.params.grammar is not None
-    assert request.params.grammar.kind == "calls"
+    named = {"type": "function", "name": "f"}
+    for body, is_single in (
+        ({"tool_choice": named}, True),
+        ({"tool_choice": "required"}, False),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, True),
+    ):
+        _, request = await ask(CALL, tools=[TOOL], **body)
+        assert request.params.grammar is not None
+        assert request.params.grammar.kind == "calls"
+        assert (json.loads(request.params.grammar.source)["most"] == 1) is is_single
 
 
 async def test_what_asks_for_an_earlier_response() -> None:

@@ -25,8 +25,9 @@ def build(request: GenerationRequest) -> list[Request]:
 
 
 def test_the_sequences_of_a_prompt_lie_side_by_side_and_differ_in_their_seed() -> None:
-    deadlines = {"deadline_ns": 5, "queue_deadline_ns": 4}
-    requests = build(wanted("a", "bc", best_of=2, n=2, cache_salt="salt", priority=-3, **deadlines))
+    requests = build(
+        wanted("a", "bc", best_of=2, n=2, cache_salt="salt", priority=-3, deadline_ns=5, queue_deadline_ns=4)
+    )
     assert [request.request_id for request in requests] == ["id/0", "id/1", "id/2", "id/3"]
     assert [request.prompt_token_ids for request in requests] == [ids("a"), ids("a"), ids("bc"), ids("bc")]
     assert [request.params.seed for request in requests] == [7, 8, 7, 8]
@@ -126,11 +127,13 @@ async def test_only_a_stream_and_a_stop_string_need_each_token_as_it_comes(
     assert engine.are_streamed == [is_streamed]
 
 
-async def test_a_stop_string_aborts_its_sequence_at_once_and_what_was_on_its_way_ends_no_other() -> None:
+async def test_a_stop_string_aborts_its_sequence_at_once_and_what_was_on_its_way_ends_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine, generation = await running(
         wanted("x", best_of=2, n=2, stream_interval=1, output=OutputOptions(stop=("cd",)))
     )
-    engine.abort = engine.aborted.append  # type: ignore[method-assign]
+    monkeypatch.setattr(engine, "abort", engine.aborted.append)
     generation.pop_deltas([*step("cd", 0), *step("a", 1)])
     assert engine.aborted == ["id/0"]
     generation.pop_deltas([*step("e", 0), *step("b", 1)])
