@@ -162,7 +162,7 @@ class LoadClient:
                 await self._post(request, seen, keep)
         except TimeoutError as error:  # asyncio's, or of a server that has fallen silent
             seen.was_aborted = request.abort_after_ns is not None
-            seen.error = "" if seen.was_aborted else f"no answer: {error}"
+            seen.error = "" if seen.was_aborted else f"no answer: {str(error) or f'it took more than {limit_s:g} s'}"
         except OSError as error:
             seen.error = f"{type(error).__name__}: {error}"
         seen.end_ns = self._clock()

@@ -163,8 +163,11 @@ async def open_connection(url: str, clock: Callable[[], int]) -> Connection:
     context = ssl.create_default_context() if parts.scheme == "https" else None
     port = parts.port or (80 if context is None else 443)
     loop = asyncio.get_running_loop()
-    async with asyncio.timeout(CONNECT_TIMEOUT_S):
-        _, connection = await loop.create_connection(
-            lambda: Connection(parts.netloc.rpartition("@")[2], clock), parts.hostname or "", port, ssl=context
-        )
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, connection = await loop.create_connection(
+                lambda: Connection(parts.netloc.rpartition("@")[2], clock), parts.hostname or "", port, ssl=context
+            )
+    except TimeoutError as error:  # asyncio's says nothing
+        raise TimeoutError(str(error) or f"no connection within {CONNECT_TIMEOUT_S:g} s") from None
     return connection

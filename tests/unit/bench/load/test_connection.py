@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from roseinfer.bench.load import connection
+from roseinfer.bench.load.client import LoadClient, PreparedRequest
 from roseinfer.bench.load.connection import open_connection
+from roseinfer.bench.load.endpoint import Endpoint
 
 BODY = b"data: {}\r\n\r\n" * 3
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -35,19 +38,19 @@ async def post(*answers: Sequence[bytes], num_posts: int = 1, is_left: bool = Fa
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     seen: list[tuple[bytes, int]] = []
     async with server, asyncio.timeout(10):
-        connection = await open_connection(url, time.monotonic_ns)
+        opened = await open_connection(url, time.monotonic_ns)
         for _ in range(num_posts):
             reads: list[bytes] = []
 
             def keep(now_ns: int, data: bytes, reads: list[bytes] = reads) -> bool:
-                assert now_ns >= connection.sent_ns > 0
+                assert now_ns >= opened.sent_ns > 0
                 reads.append(data)
                 return not is_left
 
-            await connection.ask("POST", "/v1/x", {}, b"{}", keep)
-            seen.append((b"".join(reads), connection.status))
-        assert connection.is_open is (num_posts == 2)
-        connection.close()
+            await opened.ask("POST", "/v1/x", {}, b"{}", keep)
+            seen.append((b"".join(reads), opened.status))
+        assert opened.is_open is (num_posts == 2)
+        opened.close()
     return seen
 
 
@@ -73,6 +76,21 @@ async def test_the_answer_is_the_one_behind_what_a_server_says_before_it(interim
 async def test_an_answer_without_content_has_no_body_to_wait_for() -> None:
     no_content = b"HTTP/1.1 204 No Content\r\n\r\n"
     assert await post([no_content], [SIZED], num_posts=2) == [(b"", 204), (BODY, 429)]
+
+
+async def test_a_request_that_had_no_time_says_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            await reader.read()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    endpoint = Endpoint(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    request = PreparedRequest(request_id="a", path="/v1/completions", body=b"{}")
+    async with server, LoadClient(endpoint, timeout_s=0.05) as client:
+        assert (await client.send(request)).error == "no answer: it took more than 0.05 s"
+    monkeypatch.setattr(connection, "CONNECT_TIMEOUT_S", 0.0)
+    async with LoadClient(endpoint) as client:
+        assert (await client.send(request)).error == "no answer: no connection within 0 s"
 
 
 async def test_a_reader_that_has_enough_closes_the_connection() -> None:
