@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from roseinfer.model.device import Placement
-from roseinfer.model.layers.activation import Activation, SiluGate, activated
+from roseinfer.model.layers.activation import Activation, SiluGate, activated, sigmoid
 from roseinfer.model.layers.linear import Embedding, Linear
 from roseinfer.model.layers.norm import Norm
 
@@ -59,7 +59,7 @@ class Layers:
         if any(other is not None and other.is_meta for key, other in parameters.items() if key != name):
             return parameter
         parameters[name] = parameter
-        self._made[module] = _Experts(module, self._linear)
+        self._made[module] = _Experts(module, self._linear, self._placement)
         for key, other in parameters.items():
             parameters[key] = None if other is None else nn.Parameter(other.to("meta"), requires_grad=False)
         return parameters[name]  # type: ignore[no-any-return]
@@ -99,11 +99,11 @@ class Layers:
         if type(module) is nn.Embedding:
             return self._embedding(module, None)
         if is_mixture(module):
-            return _Experts(module, self._linear)
+            return _Experts(module, self._linear, self._placement)
         if name.endswith("Router") and "weight" in dict(module.named_parameters(recurse=False)):
             return self._router(module)
-        if activation := _ACTIVATIONS.get(name):
-            return _Module(lambda x: activated(x, activation), self._placement.dtype)
+        if (activation := _activation(module, self._placement)) is not None:
+            return activation
         return self._norm(module) if name.endswith("RMSNorm") else self._gated(module)
 
     def _linear(
@@ -185,6 +185,12 @@ class Layers:
             return linear(x.reshape(-1, x.shape[-1]).float()).view(*x.shape[:-1], -1).to(x.dtype)
 
         return _Instead(router, nn.functional.linear, product)
+
+
+def _activation(module: nn.Module | None, placement: Placement) -> nn.Module | None:
+    """Ours, where there is one of its kind."""
+    kind = _ACTIVATIONS.get(type(module).__name__)
+    return None if kind is None else _Module(lambda x: activated(x, kind), placement.dtype)
 
 
 def _normed(norm: Norm) -> Rows:
@@ -287,9 +293,17 @@ class _InsteadMode(TorchFunctionMode):
 
 
 class _Experts(nn.Module):
-    """A mixture's experts: the rows of each expert together, by two linears, in place of a loop over tokens."""
+    """A mixture's experts: the rows of each expert together, by two linears, in place of a loop over tokens.
 
-    def __init__(self, module: Any, make_linear: Callable[[list[torch.Tensor], torch.Tensor | None], Linear]) -> None:
+    A row has the same bits whatever other rows its expert has, where linears do.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        make_linear: Callable[[list[torch.Tensor], torch.Tensor | None], Linear],
+        placement: Placement,
+    ) -> None:
         super().__init__()
         first, last = ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
 
@@ -301,6 +315,10 @@ class _Experts(nn.Module):
             ]
 
         self._first, self._last = linears(first), linears(last)
+        self._padded_rows = placement.padded_rows
+        if (ours := _activation(getattr(module, "act_fn", None), placement)) is not None:
+            module.act_fn = ours
+        self._sigmoid = _InsteadMode(torch.sigmoid, sigmoid)  # which gpt-oss has in its gate
         self._gate = module._apply_gate if module.has_gate else module.act_fn  # noqa: SLF001
         self._norm = module.post_expert_norm if module.has_post_expert_norm else None
 
@@ -316,7 +334,12 @@ class _Experts(nn.Module):
         return weighted.sum(1).to(x.dtype)
 
     def _expert(self, index: int, rows: torch.Tensor) -> torch.Tensor:
-        out = self._last[index](self._gate(self._first[index](rows)).contiguous())
+        num_rows = len(rows)
+        if num_more := self._padded_rows(num_rows) - num_rows:
+            rows = torch.cat((rows, rows[-1:].expand(num_more, -1)))
+        with self._sigmoid:
+            gated = self._gate(self._first[index](rows))
+        out = self._last[index](gated.contiguous())[:num_rows]
         return out if self._norm is None else self._norm(out)
 
 

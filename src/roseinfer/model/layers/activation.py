@@ -23,9 +23,15 @@ def activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
     return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    if x.device.type != "cpu":
+        return x.sigmoid()
+    return (-x.float()).exp_().add_(1.0).reciprocal_().to(x.dtype)
+
+
 def _activated_in_steps(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    # Torch's gelu and silu compute the last few numbers of a thread's work with other instructions than those before,
-    # so that a row's bits would depend on where it lies. Its erf, tanh and exp use the same for all.
+    # Torch's gelu, silu and sigmoid compute the last few numbers of a thread's work with other instructions than those
+    # before, so that a row's bits would depend on where it lies. Its erf, tanh and exp use the same for all.
     if activation == "silu":
         return x / (-x).exp_().add_(1.0)
     if activation == "gelu":
