@@ -19,7 +19,9 @@ from benchmarks.random_qwen3 import QWEN3_06B
 from roseinfer.engine.core.batch import PooledRow, SampledTokens, ScheduledBatch, ScoredRow, SlotBinding, Watch
 from roseinfer.engine.core.constraint import Constraint, Matcher, TokenMasks
 from roseinfer.messages import Grammar, SamplingParams
+from roseinfer.model.device import Placement
 from roseinfer.model.device_stream import _PastEvent
+from roseinfer.model.layers.linear import Linear
 from roseinfer.model.runner import LaunchedBatch
 from roseinfer.model.steps.warm_up_batches import _AnyToken, decode_batch, prompt_batch
 from tests.unit.model.attention.test_flashinfer import install
@@ -339,6 +341,20 @@ def head_of(directory: Path) -> tuple[torch.dtype, int, int]:
 def test_rows_of_logits_are_aligned_and_not_rounded(cuda: Worker, tmp_path: Path) -> None:
     """GPT-2's in bfloat16 would be up to half a unit apart, and 50,257 numbers are no multiple of a vector's."""
     assert cuda.call(head_of, tmp_path) == (torch.float32, 50257, 50304)
+
+
+def biased_head() -> tuple[torch.dtype, int, int]:
+    """As `head_of`, of a head alone."""
+    with TAPE.running():
+        weight, bias = torch.ones(50, 64), torch.ones(50)
+        head = Linear(weight, bias, Placement(CUDA, torch.bfloat16), dtype=torch.float32)
+        logits = head(torch.zeros(3, 64, dtype=torch.bfloat16, device=CUDA))
+    return logits.dtype, logits.shape[1], logits.stride(0)
+
+
+def test_a_head_may_have_a_bias(cuda: Worker) -> None:
+    """As Phi-2's has."""
+    assert cuda.call(biased_head) == (torch.float32, 50, 64)
 
 
 def mixes_host_and_device() -> str:

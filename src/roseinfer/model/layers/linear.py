@@ -122,9 +122,10 @@ class TorchLinear:
         self._is_head = is_gpu and head_type is not None
         self._result_type = None
         if self._is_head:
-            assert bias is None
             assert activation == "none"
-            self.weight = functional.pad(self.weight, (0, 0, 0, -self.num_outputs % _HEAD_MULTIPLE))
+            num_more = -self.num_outputs % _HEAD_MULTIPLE
+            self.weight = functional.pad(self.weight, (0, 0, 0, num_more))
+            self.bias = None if self.bias is None else functional.pad(self.bias, (0, num_more))
             if placement.dtype != head_type and _HAS_RESULT_TYPES:
                 self._result_type = head_type
 
@@ -143,6 +144,8 @@ class TorchLinear:
         if self._is_head:
             weight, wide = self.weight.t(), self._result_type
             logits = torch.mm(x, weight) if wide is None else torch.mm(x, weight, out_dtype=wide)
+            if self.bias is not None:  # as Phi's head has
+                logits += self.bias
             return logits[:, : self.num_outputs]
         if self._has_gelu:
             assert self.bias is not None
