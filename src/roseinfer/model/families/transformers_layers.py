@@ -187,7 +187,7 @@ class Layers:
         return _Instead(router, nn.functional.linear, product)
 
 
-def _activation(module: nn.Module | None, placement: Placement) -> nn.Module | None:
+def _activation(module: nn.Module, placement: Placement) -> nn.Module | None:
     """Ours, where there is one of its kind."""
     kind = _ACTIVATIONS.get(type(module).__name__)
     return None if kind is None else _Module(lambda x: activated(x, kind), placement.dtype)
@@ -316,7 +316,7 @@ class _Experts(nn.Module):
 
         self._first, self._last = linears(first), linears(last)
         self._padded_rows = placement.padded_rows
-        if (ours := _activation(getattr(module, "act_fn", None), placement)) is not None:
+        if hasattr(module, "act_fn") and (ours := _activation(module.act_fn, placement)) is not None:
             module.act_fn = ours
         self._sigmoid = _InsteadMode(torch.sigmoid, sigmoid)  # which gpt-oss has in its gate
         self._gate = module._apply_gate if module.has_gate else module.act_fn  # noqa: SLF001
