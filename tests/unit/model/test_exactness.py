@@ -64,6 +64,12 @@ def test_batched_by_two_threads(make_player: MakePlayer, setup: Setup) -> None:
     check_batched(make_player(SHAPES[-1], num_slots=len(LENGTHS), num_threads=2))
 
 
+@pytest.mark.parametrize("setup", [PLAIN], ids=str)
+def test_a_head_alone_by_three_threads(make_player: MakePlayer, setup: Setup) -> None:
+    """A tile of queries and a tile of keys are then the only product of a step."""
+    check_batched(make_player(Shape(head_dim=24, num_heads=1), num_slots=len(LENGTHS), num_threads=3))
+
+
 def check_batched(player: Player) -> None:
     prompts = [prompt_of(length, seed=length) for length in LENGTHS]
     expected = [alone(player, prompt, 6) for prompt in prompts]

@@ -211,7 +211,7 @@ class GatheredAttention:
             torch.index_select(tiles, 0, chunk.pair_tiles, out=queries)
             tile_keys = self._gather(cache.keys[layer], chunk.blocks).transpose(1, 2)
             scores = plan.scores[chunk.products]
-            torch.bmm(queries.view(-1, self._num_rows, self._head_dim), tile_keys, out=scores)
+            _multiply(queries.view(-1, self._num_rows, self._head_dim), tile_keys, scores)
             if cache.is_quantized:
                 scores.mul_(self._gather_scales(cache.key_scales[layer], chunk.blocks))
         if cap := self._spec.softcap:
@@ -249,9 +249,17 @@ class GatheredAttention:
             weights = plan.scores[chunk.products]
             if cache.is_quantized:
                 weights.mul_(self._gather_scales(cache.value_scales[layer], chunk.blocks))
-            torch.bmm(weights, self._gather(cache.values[layer], chunk.blocks), out=plan.parts[chunk.products])
+            _multiply(weights, self._gather(cache.values[layer], chunk.blocks), plan.parts[chunk.products])
         parts = plan.parts.view(-1, *plan.query_tiles.shape[1:])
         mixed = parts[: plan.query_tiles.shape[0]]
         for length, pairs in plan.runs:
             mixed[:length] += parts[pairs]
         return mixed
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """The products of matrices, to `out`. Of a single pair torch would share out the sums to three threads and more."""
+    if len(a) == 1:
+        out.copy_(torch.bmm(a.expand(2, -1, -1), b.expand(2, -1, -1))[:1])
+    else:
+        torch.bmm(a, b, out=out)
