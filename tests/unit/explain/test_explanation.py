@@ -1,8 +1,11 @@
 """Who stands behind a wide gap: the step, the requests, and a sentence."""
 
+import dataclasses
+
+import msgspec
 import pytest
 
-from roseinfer.explain.explanation import widest_gaps
+from roseinfer.explain.explanation import explain, widest_gaps
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.recorder.recording import RequestRecord
 from roseinfer.records import PhaseTimes
@@ -55,6 +58,25 @@ def test_a_request_that_had_ended_is_not_behind_a_later_step() -> None:
     assert story.behind == ["long"]
 
 
+def test_a_prompt_that_is_read_again_is_behind_until_it_has_a_token() -> None:
+    again, back = (
+        RequestRecord(
+            serial=serial,
+            request_id=name,
+            recv_ns=1,
+            scheduled_ns=MS,
+            preempted_ns=resumed_ns - MS,
+            resumed_ns=resumed_ns,
+            token_ns=[5 * MS, 20 * MS, 100 * MS],
+            num_prompt_tokens=800,
+        )
+        for serial, name, resumed_ns in ((5, "again", 25 * MS), (6, "back", 12 * MS))
+    )
+    gap = make_gap({Cause.PREFILL_OF_OTHERS: 70.0}, end_ms=100, step_id=2)
+    [story] = widest_gaps([gap], make_recording([*STREAMS, again, back, LONG], STEPS), limit=1)
+    assert story.behind == ["again", "long"]
+
+
 def test_many_newcomers_are_counted() -> None:
     newcomers = [
         RequestRecord(serial=10 + i, request_id=f"n{i}", recv_ns=1, scheduled_ns=25 * MS, num_prompt_tokens=100 - i)
@@ -78,7 +100,25 @@ def test_a_collection_is_placed_where_it_happened() -> None:
     gap = make_gap({Cause.GC: 70.0}, end_ms=100, step_id=2)
     here = make_recording(STREAMS, STEPS, [(40 * MS, 90 * MS, Cause.GC)])
     assert widest_gaps([gap], here, 1)[0].sentence == "a garbage collection in the front end took 70 ms"
-    assert (
-        widest_gaps([gap], make_recording(STREAMS, STEPS), 1)[0].sentence
-        == "a garbage collection in the engine took 70 ms"
-    )
+    others = make_recording(STREAMS, STEPS, [(MS, 2 * MS, Cause.GC), (200 * MS, 210 * MS, Cause.GC)])
+    for elsewhere in (make_recording(STREAMS, STEPS), others):
+        [story] = widest_gaps([gap], elsewhere, 1)
+        assert story.sentence == "a garbage collection in the engine took 70 ms"
+
+
+@pytest.mark.parametrize("cause", [cause for cause in Cause if cause is not Cause.DECODE])
+def test_short_prompts_change_the_advice_against_prompts_alone(cause: Cause) -> None:
+    gaps = [make_gap({Cause.DECODE: 10.0} | ({} if i % 10 else {cause: 60.0})) for i in range(100)]
+    short = RequestRecord(serial=0, request_id="short", recv_ns=1, num_prompt_tokens=20)
+    [knob] = explain(gaps, make_recording([short]), "it", "wire").knobs
+    assert (knob.cause, knob.option == cause.row.option) == (cause, cause is not Cause.PREFILL_OF_OTHERS)
+
+
+@pytest.mark.parametrize("target_itl_ms", [None, 50.0])
+def test_what_null_means_is_said_of_null_alone(target_itl_ms: float | None) -> None:
+    gaps = [make_gap({Cause.DECODE: 10.0} | ({} if i % 10 else {Cause.PREFILL_OF_OTHERS: 60.0})) for i in range(100)]
+    recording = make_recording([LONG])
+    meta = msgspec.structs.replace(recording.meta, config={"scheduler": {"target_itl_ms": target_itl_ms}})
+    [knob] = explain(gaps, dataclasses.replace(recording, meta=meta), "it", "wire").knobs
+    assert (knob.option, knob.value) == ("scheduler.target_itl_ms", target_itl_ms)
+    assert bool(knob.meaning) == (target_itl_ms is None)
