@@ -134,7 +134,7 @@ def lines_of(run: ServeRun, header: Mapping[str, Any], title: str = "serve") -> 
         f"Prompt tokens (total): {sum(request.num_prompt_tokens for request in complete)}",
         *_cached_lines(complete),
         f"Completion tokens (total): {sum(request.num_tokens for request in complete)}",
-        *_error_lines(requests),
+        *error_lines(requests),
     ]
     if run.verdict is not None:
         # The server's own `submit_lag`, in the ledger below, is another time: its two series are named as these are.
@@ -156,7 +156,7 @@ def _cached_lines(complete: Sequence[Observed]) -> list[str]:
     return [f"Cached prompt tokens (total): {num_cached} ({num_cached / max(1, num_prompt):.1%})"] * bool(counted)
 
 
-def _error_lines(requests: Sequence[Observed]) -> list[str]:
+def error_lines(requests: Sequence[Observed]) -> list[str]:
     """What went wrong, most frequent first."""
     counted = Counter(request.error for request in requests if request.error).most_common()
     lines = [f"Error: {number} x {error}" for error, number in counted[:_MAX_ERRORS_SHOWN]]

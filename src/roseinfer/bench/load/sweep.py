@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from roseinfer.bench import definitions as d
 from roseinfer.bench.load.plan import describe, echo_of, interval_ns_of, planner_of
-from roseinfer.bench.load.report import Objective, ServeRun, duration_s
+from roseinfer.bench.load.report import Objective, ServeRun, duration_s, error_lines
 from roseinfer.bench.load.serve import EXIT_INVALID, endpoint_of, send, settle_seed
 from roseinfer.bench.report import NS_PER_MS, say, write_json
 from roseinfer.cli.output_files import check_outputs
@@ -40,7 +40,10 @@ class Point(NamedTuple):
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a line for each rate, and the knee. Returns the exit code: 1 when the generator was late at the first."""
+    """Print a line for each rate, and the knee.
+
+    Returns the exit code: 1 when the generator was late at the first, or nothing completed.
+    """
     if arguments.slo_ttft_ms is None and arguments.slo_tpot_ms is None:
         raise ConfigError("needs --slo-ttft-ms or --slo-tpot-ms: the knee is where they break", param="--sweep")
     if arguments.recording is not None:
@@ -54,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     settle_seed(arguments, endpoint)
     say("=== rate sweep ===", f"URL: {endpoint.url}", f"Model: {endpoint.model}")
     points: list[Point] = []
+    has_answers = False
     for index, (turn, plan) in enumerate(zip(turns, plans, strict=True)):
         # Each rate has prompts of its own: without a salt it would find those of another rate in the cache.
         turn.seed = arguments.seed + index
@@ -63,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
         interval_ns = interval_ns_of(turn, planned)
         made = send(turn, planned, interval_ns, endpoint, f"rate {turn.rate:g}")
         points.append(point_of(turn.rate, made))
-        say(line_of(points[-1]))
+        say(line_of(points[-1]), *error_lines(made.requests))
+        has_answers = has_answers or bool(made.complete)
         if not points[-1].is_valid:
             break
     say(*knee_lines(points))
@@ -76,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             "knee": None if knee is None else knee._asdict(),
         }
         write_json(arguments.json, content)
-    return 0 if points[0].is_valid else EXIT_INVALID
+    return 0 if points[0].is_valid and has_answers else EXIT_INVALID
 
 
 def point_of(rate: float, made: ServeRun) -> Point:

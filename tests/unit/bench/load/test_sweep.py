@@ -3,7 +3,10 @@
 import pytest
 
 from roseinfer.bench.definitions import Observed
+from roseinfer.bench.load import sweep
+from roseinfer.bench.load.endpoint import Endpoint
 from roseinfer.bench.load.report import Objective, ServeRun, Verdict
+from roseinfer.bench.load.serve import EXIT_INVALID
 from roseinfer.bench.load.sweep import Point, header_line, knee_lines, knee_of, line_of, point_of
 from roseinfer.cli import main as cli
 
@@ -70,6 +73,17 @@ def test_a_point_counts_what_was_seen() -> None:
     nothing = point_of(3.0, made._replace(requests=requests[2:]))
     assert (nothing.good_share, nothing.ttft_p99_ms, nothing.tpot_p99_ms) == (0.0, None, None)
     assert line_of(nothing).split()[-2:] == ["-", "-"]
+
+
+def test_a_sweep_without_an_answer_says_why_and_has_not_succeeded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused = Observed(request_id="a", intended_ns=1, sent_ns=1, end_ns=2, error="404: no such path")
+    made = ServeRun([refused], Verdict(0, MS, 0.1), Objective(MS, None))
+    monkeypatch.setattr(sweep, "endpoint_of", lambda _: Endpoint("http://there"))
+    monkeypatch.setattr(sweep, "send", lambda *_: made)
+    assert cli.main(["bench", "serve", "--sweep", "5,9", "--slo-ttft-ms", "9"]) == EXIT_INVALID
+    assert capsys.readouterr().out.count("Error: 1 x 404: no such path") == 2
 
 
 @pytest.mark.parametrize(
