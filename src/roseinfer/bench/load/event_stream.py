@@ -7,9 +7,10 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from roseinfer.bench.definitions import Observed
 
@@ -25,7 +26,7 @@ class _PromptTokensDetails(msgspec.Struct):
 
 class _Usage(msgspec.Struct):
     prompt_tokens: int
-    completion_tokens: int
+    completion_tokens: Annotated[int, Meta(ge=0, le=1 << 22)]  # each is a latency in memory
     prompt_tokens_details: _PromptTokensDetails | None = None  # not every server reports them
 
 

@@ -82,6 +82,7 @@ def test_the_ledger_is_kept_and_may_be_absent() -> None:
         (DONE, "without a token"),
         (b"", "without a token"),
         (b'data: {"choices":7}\n\n', "not as agreed"),
+        (chunk() + USAGE % 10**12 + DONE, "not as agreed"),
         (b'data: {"error":{"message":"\xff"}}\n\n', "not as agreed"),
         (chunk() + chunk(finish='"length"'), "broke off"),
     ],
