@@ -315,7 +315,7 @@ def test_what_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         KVEventPublisher(KVEventsConfig(endpoint="tcp://*:65536"), "", 4, "CPU")
     with pytest.raises(ConfigError, match=r"kv_events\.endpoint: nonsense cannot be used"):
         KVEventPublisher(KVEventsConfig(endpoint="nonsense"), "", 4, "CPU")
-    with pytest.raises(ConfigError, match=r"kv_events\.endpoint: there is nothing to tell"):
+    with pytest.raises(ConfigError, match=r"kv_events\.endpoint: there are no events with cache\.prefix_caching off"):
         Config(kv_events=KVEventsConfig(endpoint="tcp://*:5557"), cache=CacheConfig(prefix_caching=False))
     for name, alone in (
         ("replay_endpoint", KVEventsConfig(replay_endpoint="tcp://*:5558")),
