@@ -28,7 +28,7 @@ _REAL_CLOCKS = ("deploy", "e2e", "integration", "chart/test_start.py", "benchmar
 ON_REAL_CLOCKS = {_TESTS / name for name in _REAL_CLOCKS}
 
 # Building the image takes longest and cannot be divided. The file would be the last one, with nothing beside it.
-_LONGEST = ("deploy", "e2e", "integration", "unit/text/test_tool_calls_cost.py")
+_LONGEST = ("deploy", "e2e", "integration", "unit/text/answers/test_tool_calls_cost.py")
 LONGEST_FIRST = {_TESTS / name: rank for rank, name in enumerate(_LONGEST)}
 
 # A thread that has nothing to do sleeps. By default it spins, which with more threads than cores, as where two workers

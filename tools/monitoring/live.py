@@ -81,14 +81,17 @@ class Prometheus:
 
 @contextmanager
 def scraping(directory: Path, server_port: int | None, exporter_port: int | None = None) -> Iterator[Prometheus]:
-    """A Prometheus with our rules, which scrapes the server, and the exporter, once a second; without: nothing."""
+    """A Prometheus with our rules, which scrapes the server, and the exporter; without: nothing.
+
+    Every two seconds, which are also what a page may take: with one, beside other tests, nothing was seen for a minute.
+    """
     jobs = []
     if server_port is not None:
         jobs.append(_job("roseinfer", server_port, {"namespace": NAMESPACE, "pod": POD}))
     if exporter_port is not None:
         jobs.append(_job("stand-ins", exporter_port, {}))
     config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "global": {"scrape_interval": "2s", "evaluation_interval": "1s"},
         "rule_files": RULE_FILES,
         "scrape_configs": jobs,
     }
