@@ -62,13 +62,16 @@ class Steps:
         """Medians of some steps at contexts around `CONTEXT`: milliseconds of a step, and of its parts."""
         self._runner._replay = self.replay if is_replayed else None  # noqa: SLF001
         found: dict[str, list[float]] = {name: [] for name in ("step", *PARTS)}
-        for step in range(num_steps + 2):  # the first ones are not counted
+        for step in range(num_steps + 2):
             self._position = CONTEXT - num_steps // 2 + step
             began = perf_counter()
             self._run()
-            for name, value in self._times.items() | {("step", (perf_counter() - began) * 1e3)}:
-                found[name].append(value)
-        return {name: statistics.median(values[2:]) for name, values in found.items()}
+            if step < 2:  # the first one may be recorded, and has other parts
+                continue
+            self._times["step"] = (perf_counter() - began) * 1e3
+            for name, values in found.items():
+                values.append(self._times[name])
+        return {name: statistics.median(values) for name, values in found.items()}
 
 
 def measure(precision: str, num_rows: int, num_rounds: int, num_steps: int) -> dict[str, dict[str, Any]]:
