@@ -169,10 +169,16 @@ class LoopWaits:
         for listener in self.listeners:
             listener(stop)
 
-    def rest(self, select: Callable[[], _Events]) -> _Events:
-        """Looks before and after a wait for sockets, which is no stop; a delay of the waking is one."""
+    def rest(self, select: Callable[[], _Events], timeout: float | None) -> _Events:
+        """Looks before and after a wait for sockets, which is no stop; a delay of the waking is one.
+
+        With more to do at once a loop only asks for sockets, as in the turn between reading bytes and handing them on.
+        That is no rest, and what was read came in the one before.
+        """
         begin_ns = self._clock()
         self.glance(begin_ns)
+        if timeout is not None and timeout <= 0:
+            return select()
         self._delayed_ns = 0
         try:
             return select()
@@ -189,6 +195,7 @@ class LoopWaits:
         """
         begin_ns = max(sent_ns, self._rest_ns)
         if self._ready_ns - begin_ns >= _EVERY_NS:
+            self._rest_ns = self._ready_ns  # the messages behind it waited meanwhile too
             self._report(Stop(begin_ns, self._ready_ns, self._ready_ns, self._ready_ns))
 
 
@@ -200,7 +207,7 @@ class _WatchedSelector(selectors.DefaultSelector):
         self._waits = waits
 
     def select(self, timeout: float | None = None) -> _Events:
-        return self._waits.rest(partial(super().select, timeout))
+        return self._waits.rest(partial(super().select, timeout), timeout)
 
 
 def computing_threads(tasks: Path = TASKS) -> list[int]:

@@ -201,6 +201,29 @@ def test_what_a_message_lacked_while_the_loop_rested_is_its_senders(
     assert loop.heard == [Stop(95 * MS, 107 * MS, 107 * MS, 107 * MS)]
 
 
+def test_a_loop_that_was_stopped_in_a_rest_says_so_though_it_hands_on_what_it_read_in_its_next_turn(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An asyncio stream wakes its reader one turn after the bytes have come, and that turn asks for sockets too."""
+    turns_ms = iter((200.0, 0.1, 30.0))
+
+    def select(*_: object) -> list[object]:
+        loop.pass_by(next(turns_ms), computing=0.02)
+        return []
+
+    monkeypatch.setattr(selectors.DefaultSelector, "select", select)
+    loop.selector.select(None)
+    loop.selector.select(0)
+    for sent_ms in (91, 92, 150):
+        loop.waits.note_message(sent_ms * MS)
+    assert loop.heard == [Stop(91 * MS, 290 * MS, 290 * MS, 290 * MS)], "one stop, however many messages waited"
+    loop.heard.clear()
+    loop.selector.select(0)
+    loop.waits.glance(int(loop.now * MS))
+    [stop] = loop.heard
+    assert stop.end_ns - stop.start_ns >= 29 * MS, "nor is it a rest when it only asks"
+
+
 def test_it_does_not_look_again_within_a_millisecond(loop: Loop) -> None:
     loop.pass_by(0.9)
     loop.waits.glance(int(90.9 * MS))
