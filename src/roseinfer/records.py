@@ -257,6 +257,7 @@ class RequestTimeline:
     num_preemptions: int = 0
     preempted_ns: int = 0
     resumed_ns: int = 0
+    earlier_preemptions: tuple[tuple[int, int], ...] = ()  # both stamps of each before the last, oldest first
     arrivals: list[Arrival] = field(default_factory=list)  # one per token; tokens of one step share theirs
     is_streamed: bool = False
     client_disconnected: bool = False
@@ -276,6 +277,8 @@ class RequestTimeline:
 
     def stamp(self, times: EngineTimes) -> None:
         """Copy in what the engine reports."""
+        if self.resumed_ns and times.preempted_ns != self.preempted_ns:
+            self.earlier_preemptions = (*self.earlier_preemptions, (self.preempted_ns, self.resumed_ns))
         for name in EngineTimes.__struct_fields__:
             setattr(self, name, getattr(times, name))
 

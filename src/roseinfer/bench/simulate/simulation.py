@@ -275,8 +275,7 @@ class Simulation:
 
     def _update_timeline(self, timeline: RequestTimeline, update: TokenOutput) -> None:
         if update.times is not None:
-            for name in update.times.__struct_fields__:
-                setattr(timeline, name, getattr(update.times, name))
+            timeline.stamp(update.times)
         if update.finish_reason is not None:
             timeline.finish_reason = update.finish_reason
             timeline.end_ns = self._clock.now_ns

@@ -216,7 +216,7 @@ class Attribution(WriteObserver):
 
     def _attribute_own(self, timeline: RequestTimeline, start_ns: int, gap: StepGap) -> None:
         """Attributes the gap of a request whose token before did not come in the step before."""
-        segments = segments_since(start_ns, gap, timeline.preempted_ns, timeline.resumed_ns)
+        segments = segments_since(start_ns, gap, timeline)
         account = self._accounts[timeline.request_id]
         own_ns = defaultdict(int, self._account_until(account, start_ns))
         for cause, duration in segments:

@@ -224,7 +224,7 @@ class StepGaps:
             return None
         if start_ns == gap.start_ns:
             return gap.segments
-        return segments_since(start_ns, gap, request.preempted_ns, request.resumed_ns)
+        return segments_since(start_ns, gap, request)
 
     def since(self, request: RequestTimeline | RequestRecord, start_ns: int, tokens_ns: int) -> Segments | None:
         """Returns the segments from a moment to the token known at `tokens_ns`; None when the steps are not here."""
@@ -241,16 +241,14 @@ class StepGaps:
         return tuple(segments)
 
 
-def segments_since(start_ns: int, gap: StepGap, preempted_ns: int, resumed_ns: int) -> Segments:
-    """Returns the engine gap of a request whose token before came at `start_ns`, earlier than in the step before.
-
-    `preempted_ns` and `resumed_ns` are the request's own.
-    """
-    if start_ns < preempted_ns <= resumed_ns <= gap.end_ns:
-        return (
-            (Cause.KV_WAIT, resumed_ns - start_ns),  # with earlier preemptions in it, if there were any
-            (Cause.PREEMPTED, gap.end_ns - resumed_ns),
-        )
+def segments_since(start_ns: int, gap: StepGap, request: RequestTimeline | RequestRecord) -> Segments:
+    """Returns the engine gap of a request whose token before came at `start_ns`, earlier than in the step before."""
+    for preempted_ns, resumed_ns in (*request.earlier_preemptions, (request.preempted_ns, request.resumed_ns)):
+        if start_ns < preempted_ns <= resumed_ns <= gap.end_ns:
+            return (
+                (Cause.KV_WAIT, resumed_ns - start_ns),  # with others in it that no token came between, if there were
+                (Cause.PREEMPTED, gap.end_ns - resumed_ns),
+            )
     return ((Cause.NOT_SELECTED, gap.start_ns - start_ns), *gap.segments)
 
 

@@ -82,6 +82,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     preempted_ns: int = 0
     resumed_ns: int = 0
+    earlier_preemptions: tuple[tuple[int, int], ...] = ()  # not in recordings of versions that did not say them
     is_streamed: bool = False
     client_disconnected: bool = False
     finish_reason: FinishReason | None = None

@@ -22,7 +22,7 @@ from roseinfer.observe.recorder.recording import (
     RequestRecord,
     step_row,
 )
-from roseinfer.records import Advanced, Arrival, Delivery, PhaseTimes, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, Arrival, Delivery, EngineTimes, PhaseTimes, RequestTimeline, StepRecord
 from roseinfer.runtime.step_costs import StepSize
 from tests.unit.observe.facts import ENGINE, MS, make_step
 
@@ -218,6 +218,22 @@ def test_a_planted_cause_is_found_live_and_in_a_recording(cause: Cause) -> None:
     recorded = [gap for gap in gaps_of(bench.recording()) if gap.is_slow]
     newest = {(gap.serial, gap.start_ns): (gap.cause, gap.parts) for gap in recorded[-len(bench.slow) :]}
     assert newest == {(gap.serial, gap.start_ns): (gap.cause, gap.parts) for gap, _ in bench.slow}
+
+
+def test_each_preemption_of_a_request_has_its_name_also_in_a_recording() -> None:
+    bench = Bench()
+    bench.warm_up()
+    victim = bench.timelines[0]
+    for number in (1, 2, 3):
+        preempted_ns = bench.now_ns + US
+        for _ in range(6):
+            bench.step(rows=bench.timelines[1:])
+        victim.stamp(EngineTimes(victim.inbox_ns, victim.scheduled_ns, 0, number, preempted_ns, bench.now_ns))
+        bench.step(rows=bench.timelines, newcomers=1)
+        bench.step()
+    assert [gap.cause for gap, _ in bench.slow] == [Cause.KV_WAIT] * 3
+    recorded = [gap for gap in gaps_of(bench.recording(), "engine") if gap.duration_ns > 50 * MS]
+    assert [(gap.serial, gap.cause) for gap in recorded] == [(victim.serial, Cause.KV_WAIT)] * 3
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
