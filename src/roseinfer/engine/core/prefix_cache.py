@@ -20,7 +20,7 @@ class BlockChain:
     """The digests and contents of one sequence's full blocks, first to last; it only grows."""
 
     root: bytes
-    client_salt: str = ""  # the part of the salt that is in the request's body, for KV events
+    client_salt: str  # the part of the salt that is in the request's body, for KV events
     digests: list[bytes] = field(default_factory=list)
     contents: list[bytes] = field(default_factory=list)  # the token ids of each block as int32
 
@@ -40,7 +40,7 @@ class PrefixCache:
         self._pending: Counter[bytes] = Counter()
         self.changes: deque[CachedBlock] = deque(maxlen=0)  # kept once a reader has set a deque without a limit
 
-    def new_chain(self, salt: str, client_salt: str = "") -> BlockChain:
+    def new_chain(self, salt: str, client_salt: str) -> BlockChain:
         return BlockChain(hashlib.sha256(salt.encode()).digest(), client_salt)
 
     def extend(self, chain: BlockChain, token_ids: Int32Array) -> None:

@@ -92,7 +92,7 @@ def parse_body(raw: bytes | bytearray, body_type: type[BodyT], unknown: list[str
     return body
 
 
-def _parse_loosely(raw: bytes | bytearray, body_type: type[BodyT], unknown: list[str] | None = None) -> BodyT:
+def _parse_loosely(raw: bytes | bytearray, body_type: type[BodyT], unknown: list[str] | None) -> BodyT:
     """Read a body that may hold nulls for what is left out and fields without effect, and say what is wrong."""
     given = _decode_object(raw)
     fields = {name: value for name, value in given.items() if value is not None}

@@ -75,7 +75,7 @@ def test_a_digest_collision_can_only_miss(monkeypatch: pytest.MonkeyPatch) -> No
     cache = PrefixCache(16, 4)
     chains = []
     for tokens in ([1, 2, 3, 4], [9, 8, 7, 4]):
-        chain = cache.new_chain("")
+        chain = cache.new_chain("", "")
         cache.extend(chain, np.array(tokens, np.int32))
         chains.append(chain)
     assert chains[0].digests == chains[1].digests
@@ -131,7 +131,7 @@ def test_waiting_for_a_prefix_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(scheduler, "MAX_PREFIX_WAIT_STEPS", 3)
     engine = make_engine()
     cache = engine.scheduler.kv_cache.prefix_cache
-    chain = cache.new_chain("")
+    chain = cache.new_chain("", "")
     cache.extend(chain, np.array(PREFIX, np.int32))
     cache.announce(chain, 0, 5)  # somebody says it is computing the prefix, and never does
     engine.add_request(make_request("a", PREFIX, max_tokens=1))
