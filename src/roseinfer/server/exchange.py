@@ -99,7 +99,7 @@ class Exchange:
         """The engine's id of one of its sequences; `/` is in no key, so no two exchanges share one."""
         return f"{self.key}/{index}" if index else self.key
 
-    async def wanted_ledgers(self) -> list[dict[str, object]] | None:
+    async def fetch_ledgers(self) -> list[dict[str, object]] | None:
         """Where the time of each sequence went up to now; None where the client did not ask."""
         if not self.wants_ledgers:
             return None

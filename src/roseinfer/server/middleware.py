@@ -189,7 +189,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     _record(request, failure)
     if exchange is not None and exchange.stream is not None:
         return await _end_stream(request, exchange.stream, failure)
-    ledgers = await exchange.wanted_ledgers() if exchange is not None else None
+    ledgers = await exchange.fetch_ledgers() if exchange is not None else None
     return error_response(failure, headers, ledgers, _error_form(request))
 
 
@@ -277,7 +277,7 @@ async def _end_stream(request: web.Request, stream: web.StreamResponse, error: R
     with contextlib.suppress(ConnectionError, TimeoutError):
         if not request.protocol.writing_paused:  # else its buffers are full, and aiohttp's waiter for them is spent
             async with asyncio.timeout(FAREWELL_TIMEOUT_S):
-                await stream.write(exchange.failure_frames(error, await exchange.wanted_ledgers()))
+                await stream.write(exchange.failure_frames(error, await exchange.fetch_ledgers()))
                 await stream.write_eof()
                 return stream
     _abort(request)

@@ -142,7 +142,7 @@ class Choice:
         if self._options.is_prompt_only:
             if output.finish_reason is not None:
                 reason = FinishReason.LENGTH if output.finish_reason is FinishReason.STOP else output.finish_reason
-                self._end(reason, output)
+                self._flush_and_finish(reason, output)
             return
         has_silent_end = output.stop_token_id is not None and not self._options.includes_stop
         end = len(output.token_ids) - has_silent_end  # a token behind it has no text
@@ -155,7 +155,7 @@ class Choice:
                 self._finish(FinishReason.STOP)
                 return
         if output.finish_reason is not None:
-            self._end(output.finish_reason, output)
+            self._flush_and_finish(output.finish_reason, output)
 
     def _keep_logprobs(self, logprobs: TokenLogprobs) -> None:
         self.sum_logprobs += max(MIN_LOGPROB, logprobs.logprob)
@@ -196,7 +196,7 @@ class Choice:
             top = self._likeliest(ids, values)
             yield ScoredToken(spell(token_id), offset, max(MIN_LOGPROB, logprob), top)
 
-    def _end(self, reason: FinishReason, output: TokenOutput) -> None:
+    def _flush_and_finish(self, reason: FinishReason, output: TokenOutput) -> None:
         if reason not in {FinishReason.STOP, FinishReason.LENGTH}:
             self.timeline.grammar_error = output.grammar_error
             raise self._failure(reason, output)

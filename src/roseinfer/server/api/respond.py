@@ -219,7 +219,7 @@ class _Reply:
         finally:
             await beacon.stop()
         if self._exchange.wants_ledgers:  # in a write of their own: no token waits for them
-            last = first + dialect.last_frames(await self._exchange.wanted_ledgers())
+            last = first + dialect.last_frames(await self._exchange.fetch_ledgers())
             stream = self._exchange.stream or await self._open(request)  # its tokens may have made no frame
             await stream.write(last)
         await stream.write_eof()
@@ -244,7 +244,7 @@ class _Reply:
         await generation.run()
         resumed_ns = time.monotonic_ns()
         deltas = [choice.pop_delta() for choice in generation.best_choices()]
-        ledgers = await exchange.wanted_ledgers()
+        ledgers = await exchange.fetch_ledgers()
         content = msgspec.json.encode(await self._dialect.reply(deltas, ledgers))
         response = web.Response(body=content, content_type="application/json", headers=server_timing(ledgers))
         exchange.stream = response

@@ -76,7 +76,7 @@ async def create_embeddings(request: web.Request) -> web.StreamResponse:
     request[HELD_BYTES].hold(len(wanted.prompts) * size * _NUMBER_BYTES[body.encoding_format])
     generation = submit(wanted, service, exchange, is_streamed=False)
     await generation.run()
-    ledgers = await exchange.wanted_ledgers()
+    ledgers = await exchange.fetch_ledgers()
     content = msgspec.json.encode(await reply(body, generation, service, ledgers))
     response = web.Response(body=content, content_type="application/json", headers=server_timing(ledgers))
     exchange.stream = response
