@@ -43,6 +43,7 @@ from roseinfer.engine.core.batch import Watch
 from roseinfer.engine.core.stopwatch import Phases, Stopwatch, unwatched
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.transport import ProcessTransport
+from roseinfer.engine.queue_estimate import QueueEstimate
 from roseinfer.engine.ranges import make_phases
 from roseinfer.observe import logs
 from roseinfer.observe.gaps.attribution import Attribution
@@ -324,7 +325,8 @@ class Observed:
         self.single = {name: Hub([observer], MAX_DELAY_S) for name, observer in observers.items()}
         self.forwarder = Forwarder()
         self._unobserved = Hub([Ends(self.forwarder)])
-        self.client = AsyncEngine(ProcessTransport(self.config), self.forwarder.hub, 30.0)
+        estimate = QueueEstimate.of(self.config.scheduler)
+        self.client = AsyncEngine(ProcessTransport(self.config), self.forwarder.hub, 30.0, estimate)
         self.telemetry = TelemetryProcess(self.config, self.forwarder, self.client.queue_estimate.report)
         self.service = Service(self.config, self.client, self.forwarder.hub, None, self.telemetry.ledgers)
 

@@ -16,7 +16,7 @@ from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.engine.link.transport import ThreadTransport
 from roseinfer.messages import SamplingParams
 from roseinfer.records import Observer
-from tests.unit.engine.harness import EOS, VOCAB_SIZE, make_engine, make_request, run_alone
+from tests.unit.engine.harness import EOS, VOCAB_SIZE, make_engine, make_request, roomy_estimate, run_alone
 
 ALPHABET = [chr(code) for code in range(0x21, 0x7F)]  # 94 characters, ids 1 to 94; id 0 is a space
 TEMPLATE = "{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}"
@@ -58,7 +58,7 @@ def use_fake_engine(monkeypatch: pytest.MonkeyPatch, directory: Path, latency_s:
             return make_fake_engine(config, directory, latency_s)
 
         transport = ThreadTransport(config, build, check_when_idle=True)
-        made.append(AsyncEngine(transport, observer, config.engine.step_timeout_s))
+        made.append(AsyncEngine(transport, observer, config.engine.step_timeout_s, roomy_estimate()))
         return made[-1]
 
     monkeypatch.setattr(wiring, "build_client", build_client)

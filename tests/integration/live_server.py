@@ -27,6 +27,7 @@ from roseinfer.runtime.gc_pauses import GcPauses
 from roseinfer.server.app import Instruments, build_app, build_runner
 from roseinfer.server.ops.pages import Pages
 from roseinfer.server.service import Service
+from tests.unit.engine.harness import roomy_estimate
 from tests.unit.server.harness import ledgers_of, text_model
 
 
@@ -125,7 +126,7 @@ async def live(
     hub = Hub([attribution, metrics, flight, tape])
     metrics.watch(attribution, lambda: hub.spent_ns)
     flight.listen(pauses, LoopWaits(), metrics, attribution.interruptions)
-    client = AsyncEngine(transport, hub, 30.0)
+    client = AsyncEngine(transport, hub, 30.0, roomy_estimate())
     await client.start(lambda _: None)
     flight.engine_info = client.info
     attribution.set_graphs(has_graphs=bool(client.info.decode_graph_sizes))

@@ -23,7 +23,7 @@ from roseinfer.messages import Grammar, ProfileEnded, TokenOutput
 from roseinfer.records import Advanced, FinishReason, Observer, RequestTimeline, StepRecord
 from roseinfer.runtime import child_process
 from tests.integration.fake_engine import build_fake_engine
-from tests.unit.engine.harness import make_request, run_alone
+from tests.unit.engine.harness import make_request, roomy_estimate, run_alone
 
 StartEngine = Callable[..., Awaitable[AsyncEngine]]
 
@@ -67,7 +67,7 @@ async def start_engine(request: pytest.FixtureRequest, facts: Facts) -> AsyncIte
     engines: list[AsyncEngine] = []
 
     async def start(model: str, on_progress: Callable[[object], None] = lambda _: None) -> AsyncEngine:
-        engine = AsyncEngine(make_transport(request.param, model), facts, step_timeout_s=30.0)
+        engine = AsyncEngine(make_transport(request.param, model), facts, 30.0, roomy_estimate())
         engines.append(engine)
         await engine.start(on_progress)
         return engine
@@ -223,7 +223,7 @@ async def test_closing_ends_open_streams(start_engine: StartEngine) -> None:
 
 async def start_process(facts: Facts) -> tuple[AsyncEngine, int]:
     transport = ProcessTransport(Config(), command=("-m", "tests.integration.fake_engine"))
-    engine = AsyncEngine(transport, facts, step_timeout_s=0.3)
+    engine = AsyncEngine(transport, facts, 0.3, roomy_estimate())
     await engine.start(lambda _: None)
     assert transport.pid is not None
     return engine, transport.pid
@@ -250,7 +250,7 @@ async def test_a_process_that_the_system_does_not_start_is_an_engine_that_cannot
         raise error
 
     monkeypatch.setattr(transport_module, "start_process", refuse)
-    engine = AsyncEngine(make_transport("process", "normal"), facts, step_timeout_s=30.0)
+    engine = AsyncEngine(make_transport("process", "normal"), facts, 30.0, roomy_estimate())
     with pytest.raises(EngineDead, match=f"cannot be started: .*{error.args[-1]}"):
         await engine.start(lambda _: None)
     await engine.close()
@@ -265,7 +265,7 @@ async def test_a_process_that_has_ended_before_it_gets_anything_is_a_dead_engine
         return started
 
     monkeypatch.setattr(transport_module, "start_process", start_and_wait)
-    engine = AsyncEngine(make_transport("process", "normal"), facts, step_timeout_s=30.0)
+    engine = AsyncEngine(make_transport("process", "normal"), facts, 30.0, roomy_estimate())
     with pytest.raises(EngineDead, match="exited with code 3"):
         await engine.start(lambda _: None)
     await engine.close()

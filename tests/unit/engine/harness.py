@@ -13,6 +13,7 @@ from roseinfer.engine.core.scheduler import Scheduler
 from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.engine.invariants import assert_invariants
 from roseinfer.engine.pace import Pace
+from roseinfer.engine.queue_estimate import QueueEstimate
 from roseinfer.engine.speculation import Speculation
 from roseinfer.messages import EngineInfo, PromptLogprobs, Request, SamplingParams, StepOutput, TokenLogprobs
 from roseinfer.records import EngineTimes, FinishReason
@@ -21,6 +22,11 @@ from tests.fake_runner import FakeRunner
 RecordBatches = Callable[[Engine], list[ScheduledBatch]]
 VOCAB_SIZE = 97
 EOS = 96
+
+
+def roomy_estimate() -> QueueEstimate:
+    """Of an engine with a place for each: no wait is predicted to be long."""
+    return QueueEstimate(1 << 20)
 
 
 def make_request(request_id: str, prompt: Iterable[int] = (1, 2, 3), salt: str = "", **params: Any) -> Request:

@@ -39,7 +39,6 @@ from roseinfer.messages import (
 )
 from roseinfer.records import Advanced, Arrival, FinishReason, Invariant, Observer, RequestTimeline, Violation
 
-_MANY_PLACES = 1 << 20
 _PAUSES = frozenset({Activity.GC, Activity.CAPTURING, Activity.PROFILING})
 PAUSE_FACTOR = 10  # a collection, a graph's capture or a profile may take this many step timeouts
 _CODES = {FinishReason.ERROR: SequenceFailed.code or "", FinishReason.TIMEOUT: RequestTimeout.code or ""}
@@ -123,11 +122,10 @@ class AsyncEngine:
     """
 
     def __init__(
-        self, transport: Transport, observer: Observer, step_timeout_s: float, estimate: QueueEstimate | None = None
+        self, transport: Transport, observer: Observer, step_timeout_s: float, queue_estimate: QueueEstimate
     ) -> None:
-        """Without an `estimate`, no wait is predicted to be long."""
         self.observer = observer
-        self.queue_estimate = estimate or QueueEstimate(_MANY_PLACES)
+        self.queue_estimate = queue_estimate
         self._transport = transport
         self._step_timeout_ns = int(step_timeout_s * 1e9)
         self._entries: dict[str, _Entry] = {}

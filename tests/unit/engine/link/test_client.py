@@ -23,7 +23,7 @@ from roseinfer.records import (
     StepRecord,
     Violation,
 )
-from tests.unit.engine.harness import make_engine, make_request
+from tests.unit.engine.harness import make_engine, make_request, roomy_estimate
 
 
 class ManualTransport:
@@ -98,7 +98,7 @@ def told() -> Told:
 
 @pytest.fixture
 async def client(transport: ManualTransport, told: Told) -> AsyncEngine:
-    engine = AsyncEngine(transport, told, step_timeout_s=30.0)
+    engine = AsyncEngine(transport, told, 30.0, roomy_estimate())
     with pytest.raises(NotReady):
         engine.info  # noqa: B018
     await engine.start(lambda _: None)
