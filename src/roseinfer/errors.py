@@ -86,13 +86,17 @@ class UnmetExpectation(MalformedRequest):
 
 
 class PromptTooLong(RequestError):
-    """Prompt and requested completion do not fit into the model's context.
-
-    A message says "This model's maximum context length is N tokens", as OpenAI's and vLLM's do: agents that know such
-    an error by its words, among them all that use LiteLLM, then make the conversation shorter.
-    """
+    """Prompt and requested completion do not fit into the model's context."""
 
     code = "context_length_exceeded"
+
+    @staticmethod
+    def limit(max_model_len: int) -> str:
+        """How a message begins, as OpenAI's and vLLM's do.
+
+        Agents that know the error by these words, among them all that use LiteLLM, then shorten the conversation.
+        """
+        return f"This model's maximum context length is {max_model_len} tokens"
 
     def __init__(
         self, message: str, *, param: str | None = None, num_tokens: int | None = None, max_model_len: int = 0

@@ -381,8 +381,8 @@ def check_request(
         )
     if len(prompt_token_ids) + params.max_tokens > info.max_model_len:
         raise PromptTooLong(
-            f"This model's maximum context length is {info.max_model_len} tokens; the {len(prompt_token_ids)} of "
-            f"{name} and the {params.max_tokens} to be generated do not fit.",
+            f"{PromptTooLong.limit(info.max_model_len)}; the {len(prompt_token_ids)} of {name} "
+            f"and the {params.max_tokens} to be generated do not fit.",
             param=limit_name if len(prompt_token_ids) < info.max_model_len else name.param,
             num_tokens=len(prompt_token_ids),
             max_model_len=info.max_model_len,

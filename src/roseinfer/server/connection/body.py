@@ -131,6 +131,6 @@ def _too_many_values(raw: bytes | bytearray, limit: int, max_model_len: int) -> 
     name = max(fields, key=lambda name: len(memoryview(fields[name])))
     head = bytes(memoryview(fields[name])[:64]).translate(None, b" \t\r\n")
     if name == "prompt" and head[1:2].isdigit():
-        message = f"This model's maximum context length is {max_model_len} tokens; those of `prompt` do not fit."
+        message = f"{PromptTooLong.limit(max_model_len)}; those of `prompt` do not fit."
         return PromptTooLong(message, param=name)
     return InvalidRequest(f"`{name}` is too long: a body holds at most {limit} values.", param=name)

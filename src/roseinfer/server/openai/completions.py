@@ -66,8 +66,8 @@ async def encode_prompts(
     parts = [given] if isinstance(given, str) else given
     if not parts or isinstance(parts[0], int):
         if len(parts) > max_model_len:  # checking each id would hold up other requests
-            limit = f"This model's maximum context length is {max_model_len} tokens"
-            raise PromptTooLong(f"{limit}; the {len(parts)} of `{field}` do not fit.", param=field)
+            message = f"{PromptTooLong.limit(max_model_len)}; the {len(parts)} of `{field}` do not fit."
+            raise PromptTooLong(message, param=field)
         return [PromptName(field)], [[part for part in parts if isinstance(part, int)]]
     is_text = isinstance(parts[0], str)
     params = [field] if isinstance(given, str) else [f"{field}[{index}]" for index in range(len(parts))]

@@ -197,8 +197,8 @@ class Tokenizer:
         for name, text in zip(names, texts, strict=True):
             if len(text) > self._most_chars_per_token * max_model_len:
                 message = (
-                    f"This model's maximum context length is {max_model_len} tokens of at most "
-                    f"{self._most_chars_per_token} characters each; the {len(text)} characters of {name} do not fit."
+                    f"{PromptTooLong.limit(max_model_len)} of at most {self._most_chars_per_token} characters each; "
+                    f"the {len(text)} characters of {name} do not fit."
                 )
                 least = -(-len(text) // self._most_chars_per_token)
                 raise PromptTooLong(message, param=name.param, num_tokens=least, max_model_len=max_model_len)
@@ -251,8 +251,7 @@ class Tokenizer:
         if max_model_len is not None:
             for name, num in zip(names, map(len, encodings), strict=True):
                 if num > max_model_len:
-                    limit = f"This model's maximum context length is {max_model_len} tokens"
-                    message = f"{limit}; the {num} of {name} do not fit."
+                    message = f"{PromptTooLong.limit(max_model_len)}; the {num} of {name} do not fit."
                     raise PromptTooLong(message, param=name.param, num_tokens=num, max_model_len=max_model_len)
         return [encoding.ids for encoding in encodings]
 
