@@ -150,9 +150,13 @@ class Recording:
             return
         path = Path(os.path.realpath(path))
         scratch = path.with_name(f".{path.name}.part")
-        with scratch.open("wb") as file:
-            self.write(file)
-        scratch.replace(path)
+        try:
+            with scratch.open("wb") as file:
+                self.write(file)
+            scratch.replace(path)
+        except OSError:
+            scratch.unlink(missing_ok=True)  # on a full disk it holds what is free, and a capture tries again
+            raise
 
     def write(self, file: BinaryIO) -> None:
         """Writes the archive into an open file."""

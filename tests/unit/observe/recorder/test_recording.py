@@ -3,6 +3,7 @@
 import io
 import os
 import random
+import resource
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -156,3 +157,14 @@ def test_a_write_of_a_token_that_its_request_has_not_got_is_left_out() -> None:
     recording = bench.recording()
     cut = [msgspec.structs.replace(request, token_ns=request.token_ns[:-1]) for request in recording.requests]
     assert len(gaps_of(replace(recording, requests=cut))) == len(gaps_of(recording)) - len(cut)
+
+
+def test_what_a_full_disk_cut_short_is_removed(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (512, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            make_recording().save(tmp_path / "a.npz")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
