@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from roseinfer.engine.core.batch import Watch
-from roseinfer.engine.core.stopwatch import unwatched
 from roseinfer.model.device_stream import Graph, Stream
 
 _MAX_TOKENS = 1024  # what a graph saves does not grow with the tokens; its memory and what it fills up do
@@ -83,9 +82,7 @@ class CudaGraphs:
         """The sizes that steps are run in: at first all, and when memory is spent those that were captured."""
         return self._sizes[is_decode]
 
-    def size_for(
-        self, num_tokens: int, num_rows: int, watch: Watch = unwatched, *, is_decode: bool = False
-    ) -> GraphSize | None:
+    def size_for(self, num_tokens: int, num_rows: int, watch: Watch, *, is_decode: bool = False) -> GraphSize | None:
         """The size with the fewest tokens that holds a step, captured if it was not; None if no graph does."""
         asked = num_tokens, num_rows, is_decode
         if asked == self._found[0]:  # as in most steps that decode

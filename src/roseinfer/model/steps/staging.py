@@ -141,7 +141,7 @@ class Arenas:
         """The device's and the host's side of a copy of some words of an arena."""
         return self.words[start:stop], self._arenas[index].words[start:stop]
 
-    def begin(self, watch: Watch = unwatched) -> Arena:
+    def begin(self, watch: Watch) -> Arena:
         """The next arena, once the last copy out of it is done."""
         arena = self._arenas[self._turn]
         self._turn = (self._turn + 1) % len(self._arenas)

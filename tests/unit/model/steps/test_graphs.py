@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roseinfer.config.options import RunnerConfig
 from roseinfer.engine.core.batch import NO_TOKEN, Int32Array, PooledRow, ScoredRow, SlotBinding
+from roseinfer.engine.core.stopwatch import unwatched
 from roseinfer.messages import SamplingParams
 from roseinfer.model.attention.base import Attend
 from roseinfer.model.device_stream import Graph
@@ -90,7 +91,7 @@ class Recorder:
         )
 
     def decode_sizes(self, *counts: int) -> list[GraphSize | None]:
-        return [self.graphs.size_for(count, count, is_decode=True) for count in counts]
+        return [self.graphs.size_for(count, count, unwatched, is_decode=True) for count in counts]
 
 
 def test_all_are_captured_and_each_is_reported() -> None:
@@ -108,7 +109,10 @@ def test_a_step_runs_in_the_smallest_graph_that_holds_it() -> None:
     recorder = Recorder()
     sizes = recorder.decode_sizes(1, 2, 3, 5, 8, 9)
     assert sizes == [*map(decoding, (1, 2, 4, 8, 8)), None]
-    found = [recorder.graphs.size_for(*step) for step in ((1, 1), (16, 4), (9, 5), (17, 1), (20, 8), (20, 9), (65, 1))]
+    found = [
+        recorder.graphs.size_for(*step, unwatched)
+        for step in ((1, 1), (16, 4), (9, 5), (17, 1), (20, 8), (20, 9), (65, 1))
+    ]
     assert found == [(16, 4, False), (16, 4, False), (16, 8, False), (64, 4, False), (64, 8, False), None, None]
 
 
@@ -148,7 +152,7 @@ def test_graphs_take_half_of_the_memory_that_is_free(caplog: pytest.LogCaptureFi
         recorder.graphs.capture_all(lambda _: None)
     assert recorder.graphs.sizes(is_decode=True) == [*map(decoding, (1, 2, 4, 8))]
     assert recorder.graphs.sizes(is_decode=False) == [(16, 4, False), (16, 8, False)]
-    assert recorder.graphs.size_for(17, 1) is None
+    assert recorder.graphs.size_for(17, 1, unwatched) is None
     assert recorder.stream.num_captures == 7, "one of them was given up"
     assert (recorder.graphs.num_bytes, recorder.graphs.max_bytes) == (48 << 20, 50 << 20)
     assert [record.message for record in caplog.records] == [
@@ -160,8 +164,8 @@ def test_graphs_take_half_of_the_memory_that_is_free(caplog: pytest.LogCaptureFi
 def test_a_larger_graph_serves_where_there_is_no_memory_for_another() -> None:
     recorder = Recorder()
     recorder.stream.num_free_bytes, recorder.stream.graph_bytes = 100, 40
-    assert recorder.graphs.size_for(20, 8) == (64, 8, False)
-    assert recorder.graphs.size_for(3, 2) == (64, 8, False)
+    assert recorder.graphs.size_for(20, 8, unwatched) == (64, 8, False)
+    assert recorder.graphs.size_for(3, 2, unwatched) == (64, 8, False)
     assert recorder.decode_sizes(1) == [None]
     assert recorder.stream.num_captures == 2
 
