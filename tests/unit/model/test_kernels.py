@@ -204,11 +204,15 @@ def test_a_level_that_the_processor_lacks_is_refused(tmp_path: Path, monkeypatch
     assert load_kernels(RunnerConfig(kernels_dir=str(tmp_path))) is None
 
 
-def test_a_file_that_is_no_library_is_refused(tmp_path: Path, has_avx2: None) -> None:
-    (tmp_path / f"avx2-{digest(AVX2)}-00000000.so").write_bytes(b"half a file")
+def test_a_file_that_is_no_library_is_refused(tmp_path: Path, has_avx2: None, caplog: pytest.LogCaptureFixture) -> None:
+    """And where the level was not named, it is logged: what serves then is slower."""
+    damaged = tmp_path / f"avx2-{digest(AVX2)}-00000000.so"
+    damaged.write_bytes(b"half a file")
     with pytest.raises(ConfigError, match="avx2 kernels do not load"):
         load_kernels(RunnerConfig(kernels="avx2", kernels_dir=str(tmp_path)))
     assert load_kernels(RunnerConfig(kernels_dir=str(tmp_path))) is None
+    (passed_over,) = caplog.records
+    assert vars(passed_over).items() >= {"levelname": "WARNING", "level": "avx2", "path": str(damaged)}.items()
 
 
 def test_no_compiler_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ threads on the same cores would wait for each other. So import torch before load
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import re
@@ -26,6 +27,8 @@ from typing import Any
 
 from roseinfer.config.options import RunnerConfig
 from roseinfer.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent / "cpp"
 
@@ -306,8 +309,12 @@ def load_kernels(config: RunnerConfig) -> Kernels | None:
         if path is not None:
             try:
                 return Kernels(level.name, path)
-            except OSError:  # built elsewhere for another system; a lower level may do
-                continue
+            except OSError as error:  # built elsewhere for another system, or damaged; a lower level may do
+                _log.warning(
+                    "compiled kernels do not load, and are passed over; if they are damaged, remove the file and run "
+                    "`roseinfer kernels build`",
+                    extra={"level": level.name, "path": str(path), "error": str(error)},
+                )
     return None
 
 

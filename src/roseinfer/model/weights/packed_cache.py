@@ -34,6 +34,7 @@ from roseinfer.model.weights.dequantize import CONFIG_FILES
 MAX_FILES = 4  # in the directory; those that were used last stay
 LEAST_BYTES = 64 << 20  # of a checkpoint; a smaller one is packed in less than a second
 _SUFFIX, _PARTIAL = ".packed", ".partial"
+_ANY_KEY = "[0-9a-f]" * 32  # of our files: the directory may hold others, such as downloads under way
 _MAGIC = b"roseinfer packed weights 1\n"
 _FOOTER = struct.Struct(f"<Q32s{len(_MAGIC)}s")  # bytes of the header, its digest, and what kind of file it is
 _CACHE_LINE_BYTES = 64
@@ -306,11 +307,11 @@ def _remove_old(directory: Path) -> None:
 
     What cannot be removed stays, such as another user's, and what another process removes in this moment is gone.
     """
-    for path in sorted(directory.glob(f"*{_SUFFIX}"), key=_last_use_ns, reverse=True)[MAX_FILES:]:
+    for path in sorted(directory.glob(_ANY_KEY + _SUFFIX), key=_last_use_ns, reverse=True)[MAX_FILES:]:
         with suppress(OSError):
             path.unlink()
             _log.info("removed packed weights that were not used lately", extra={"path": str(path)})
-    for path in directory.glob(f"*{_PARTIAL}"):
+    for path in directory.glob(_ANY_KEY + _PARTIAL):
         with suppress(OSError):
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:

@@ -275,17 +275,32 @@ def test_a_full_disk_is_only_logged_and_nothing_stays(
 def test_only_those_used_last_stay_and_what_killed_processes_left_goes(directory: Path, cache_dir: Path) -> None:
     cache_dir.mkdir()
     for age in range(1, 10):
-        old = cache_dir / f"{age}.packed"
+        old = cache_dir / f"{age:032x}.packed"
         old.touch()
         os.utime(old, (0, 1e9 - age))
-    (cache_dir / "killed.partial").touch()
-    with (cache_dir / "alive.partial").open("w") as alive:
+    (cache_dir / f"{10:032x}.partial").touch()
+    with (cache_dir / f"{11:032x}.partial").open("w") as alive:
         fcntl.flock(alive, fcntl.LOCK_EX)
         start = Start(directory, cache_dir)
         assert start.cache is not None
 
     left = {path.name for path in cache_dir.iterdir()}
-    assert left - {f"{start.cache._key}.packed"} == {"alive.partial", *(f"{i}.packed" for i in range(1, MAX_FILES))}
+    used_last = {f"{i:032x}.packed" for i in range(1, MAX_FILES)}
+    assert left == {f"{start.cache._key}.packed", f"{11:032x}.partial", *used_last}
+
+
+def test_files_of_others_in_the_directory_stay(directory: Path, cache_dir: Path) -> None:
+    """A directory that was named may be one where downloads lie."""
+    cache_dir.mkdir()
+    others = {"model.safetensors.partial", *(f"photos-{i}.packed" for i in range(2 * MAX_FILES))}
+    for name in others:
+        (cache_dir / name).touch()
+        os.utime(cache_dir / name, (0, 1e9))
+
+    start = Start(directory, cache_dir)
+
+    assert start.cache is not None
+    assert {path.name for path in cache_dir.iterdir()} == {f"{start.cache._key}.packed", *others}
 
 
 def test_what_cannot_be_removed_keeps_nothing_else(
@@ -294,20 +309,20 @@ def test_what_cannot_be_removed_keeps_nothing_else(
     """As another user's files: the weights are kept, and old ones removed."""
     cache_dir.mkdir()
     caplog.set_level(logging.INFO)
-    for name in ("a.packed", "a.partial"):
+    for name in (f"{10:032x}.packed", f"{10:032x}.partial"):
         (cache_dir / name).mkdir()
         os.utime(cache_dir / name, (0, 1e8))
-    (cache_dir / "gone.packed").symlink_to(cache_dir / "nowhere")
+    (cache_dir / f"{11:032x}.packed").symlink_to(cache_dir / "nowhere")
     for age in range(1, 10):
-        (cache_dir / f"{age}.packed").touch()
-        os.utime(cache_dir / f"{age}.packed", (0, 1e9 - age))
+        (cache_dir / f"{age:032x}.packed").touch()
+        os.utime(cache_dir / f"{age:032x}.packed", (0, 1e9 - age))
 
     Start(directory, cache_dir)
 
     assert "the packed weights are kept for the next start" in caplog.text
     assert "not kept" not in caplog.text
-    left = {path.name for path in cache_dir.iterdir() if len(path.stem) < 30}
-    assert left == {"a.packed", "a.partial", *(f"{i}.packed" for i in range(1, MAX_FILES))}
+    left = {path.name for path in cache_dir.iterdir() if int(path.stem, 16) < 100}
+    assert left == {f"{10:032x}.packed", f"{10:032x}.partial", *(f"{i:032x}.packed" for i in range(1, MAX_FILES))}
 
 
 def test_what_another_process_is_writing_is_left_alone(
