@@ -107,6 +107,10 @@ def refusal_of(body: dict[str, Any], body_type: type[ModelBody]) -> str | None:
     return None
 
 
+FUNCTIONS = {"tools": [{"type": "function", "name": "f"}]}
+ALLOWED = {"type": "allowed_tools", "tools": [{"type": "function", "name": "f"}]}
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
@@ -122,6 +126,9 @@ def refusal_of(body: dict[str, Any], body_type: type[ModelBody]) -> str | None:
         ("/v1/chat/completions", {"top_logprobs": 1}),
         ("/v1/responses", {"input": []}),
         ("/v1/responses", {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}),
+        ("/v1/responses", {"text": {"format": {"type": "json_object", "schema": {"type": "object"}}}}),
+        ("/v1/responses", FUNCTIONS | {"tool_choice": ALLOWED | {"name": "f"}}),
+        ("/v1/responses", FUNCTIONS | {"tool_choice": ALLOWED | {"type": "function", "name": "f"}}),
         ("/v1/messages", {"messages": []}),
         ("/v1/messages", {"messages": [{"role": "system", "content": "a"}]}),
         ("/tokenize", {"prompt": None}),

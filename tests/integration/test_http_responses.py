@@ -315,6 +315,7 @@ async def test_an_answer_can_be_sent_back_as_it_came() -> None:
 
 
 IMAGE = {"type": "input_image", "image_url": "a"}
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
 
 
 @pytest.mark.parametrize(
@@ -341,6 +342,12 @@ IMAGE = {"type": "input_image", "image_url": "a"}
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "needs a function"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name", "no function g"),
         ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice.type", "'allowed_tools'"),
+        ({"tools": [TOOL, {**TOOL, "name": "g"}], "tool_choice": {**ALLOWED, "name": "g"}}, "tool_choice",
+         "`name` does not belong to the type `allowed_tools`"),
+        ({"tools": [TOOL], "tool_choice": {**ALLOWED, "type": "function", "name": "f"}}, "tool_choice",
+         "`tools` does not belong to the type `function`"),
+        *(({"text": {"format": {"type": kind, "schema": {"type": "object"}}}}, "text.format",
+           f"`schema` does not belong to the type `{kind}`") for kind in ("text", "json_object")),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema", "Missing field"),
         ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"title": "refused"}}}},
          "text.format.schema", "no"),
@@ -404,9 +411,6 @@ async def test_what_clients_send_is_accepted_and_repeated() -> None:
         "user": "u",
         "store": False,
     }
-
-
-ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
 
 
 @pytest.mark.parametrize("choice", ["none", {"type": "function", "name": "f"}, ALLOWED], ids=str)

@@ -8,7 +8,7 @@ from msgspec import Meta
 from roseinfer.errors import InvalidRequest
 from roseinfer.messages import Grammar, NumLogprobs, TokenCount
 from roseinfer.runtime.validation import Misfit
-from roseinfer.server.api.fields import ANY_OBJECT, ConversationPart, Name, Part, Schema, given, holds, when
+from roseinfer.server.api.fields import ANY_OBJECT, ConversationPart, Name, Part, Schema, absent, given, holds, when
 from roseinfer.server.api.functions import FunctionChoice
 from roseinfer.server.api.unserved import OF_RESPONSES, Unserved
 from roseinfer.server.openai.chat_schema import MAX_TOOLS, FunctionCall, FunctionDefinition, ThinkingBudget, ToolCall
@@ -150,6 +150,7 @@ class ChosenTools(Part, frozen=True, kw_only=True):
             given("name"),
             {"required": ["tools"], "properties": {"tools": {"type": "array", "minItems": 1}}},
         ),
+        when(holds("type", "function"), {"properties": {"tools": {"maxItems": 0}}}, absent("name")),
     )
 
     type: Literal["function", "allowed_tools"]
@@ -162,6 +163,9 @@ class ChosenTools(Part, frozen=True, kw_only=True):
             raise Misfit.missing("name")
         if self.type == "allowed_tools" and not self.tools:
             raise Misfit.missing("tools")
+        if self.tools if self.type == "function" else self.name is not None:
+            unread = "tools" if self.type == "function" else "name"
+            raise Misfit(f"`{unread}` does not belong to the type `{self.type}`")
 
     @property
     def names(self) -> list[str]:
@@ -171,7 +175,9 @@ class ChosenTools(Part, frozen=True, kw_only=True):
 class TextFormat(Part, frozen=True, kw_only=True):
     """The form of the text; `name`, `description` and `strict` have no effect."""
 
-    relations: ClassVar[tuple[Schema, ...]] = (when(holds("type", "json_schema"), given("name", "schema")),)
+    relations: ClassVar[tuple[Schema, ...]] = (
+        when(holds("type", "json_schema"), given("name", "schema"), absent("schema")),
+    )
 
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
@@ -183,6 +189,8 @@ class TextFormat(Part, frozen=True, kw_only=True):
         for name in ("name", "schema") if self.type == "json_schema" else ():
             if getattr(self, name) is None:
                 raise Misfit.missing(name)
+        if self.type != "json_schema" and self.schema is not None:
+            raise Misfit(f"`schema` does not belong to the type `{self.type}`")
 
 
 class TextOptions(Part, frozen=True, kw_only=True):
