@@ -314,6 +314,7 @@ def test_whom_a_newcomer_goes_before_is_not_in_its_way() -> None:
     assert estimate.predict_wait_s(priority=0) == pytest.approx(0.5), "until a place is free"
     assert estimate.predict_wait_s() == estimate.predict_wait_s(priority=0)
     assert estimate.predict_wait_s(priority=10) == pytest.approx(41 / 2)
+    assert [estimate.retry_after_s(priority=priority) for priority in (0, 10)] == [1, 21]
     clock.advance(int(25e9))
     assert estimate.predict_wait_s(priority=0) == pytest.approx(41 / 2), (
         "ten levels are worth less than they have waited"

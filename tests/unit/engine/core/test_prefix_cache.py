@@ -1,13 +1,14 @@
 """What is found, what never is, and the burst that computes a new prefix once."""
 
 import hashlib
+from collections import deque
 
 import numpy as np
 import pytest
 
 from roseinfer.engine.core import scheduler
 from roseinfer.engine.core.engine import Engine
-from roseinfer.engine.core.prefix_cache import PrefixCache
+from roseinfer.engine.core.prefix_cache import BlockChain, PrefixCache
 from tests.unit.engine.harness import make_engine, make_request, run_alone, run_to_end
 
 PREFIX = list(range(1, 41))  # five blocks of eight
@@ -148,3 +149,48 @@ def test_an_aborted_leader_does_not_hold_up_its_followers() -> None:
     transcript = run_to_end(engine)
     assert transcript.tokens["follower"] == run_alone(make_request("follower", [*PREFIX, 51]))
     assert len(transcript.steps) <= 8
+
+
+def chain_of(cache: PrefixCache, *token_ids: int) -> BlockChain:
+    cache.extend(chain := cache.new_chain("", ""), np.array(token_ids, np.int32))
+    return chain
+
+
+def test_a_block_that_several_compute_is_pending_until_the_last_gives_up() -> None:
+    cache = PrefixCache(8, 1)
+    chain = chain_of(cache, 1, 2)
+    for _ in range(3):
+        cache.announce(chain, 0, 2)
+    for _ in range(2):
+        cache.withdraw(chain, 0, 2)
+        assert [cache.is_pending(chain, index) for index in range(3)] == [True, True, False]
+    cache.withdraw(chain, 0, 1)
+    assert [cache.is_pending(chain, index) for index in range(2)] == [False, True]
+    cache.withdraw(chain, 1, 2)
+    assert cache.num_pending == 0
+
+
+def test_what_is_forgotten_takes_what_was_computed_after_it_along_and_nothing_else() -> None:
+    cache = PrefixCache(8, 1)
+    cache.changes = deque()
+    short, long, other = (chain_of(cache, *ids) for ids in ((1, 2), (1, 2, 3, 4), (7, 2)))
+    blocks, others = cache.pool.allocate(4), cache.pool.allocate(2)
+    cache.publish(long, 0, blocks)
+    cache.publish(other, 0, others)
+    cache.pool.release(blocks)
+    cache.pool.release(others)
+    cache.pool.share(blocks[:3])  # the last is held by no sequence
+    assert cache.match(long, 4) == blocks
+    cache.changes.clear()
+
+    cache.forget_chain(short)
+    assert cache.match(long, 4) == []
+    assert cache.match(other, 2) == others
+    assert sorted((change.block_id, change.digest) for change in cache.changes) == sorted(
+        zip(blocks, long.digests, strict=True)
+    )
+    assert [*cache.find_faults(), *cache.pool.find_faults(blocks[:3])] == []
+    assert (cache.pool.num_used, cache.pool.num_cached) == (3, 2)
+    cache.pool.release(blocks[:3])
+    assert [*cache.find_faults(), *cache.pool.find_faults([])] == []
+    assert (cache.pool.num_used, cache.pool.num_cached) == (0, 2), "what was forgotten is free"
