@@ -313,7 +313,7 @@ def load_kernels(config: RunnerConfig) -> Kernels | None:
                 _log.warning(
                     "compiled kernels do not load, and are passed over; if they are damaged, remove the file and run "
                     "`roseinfer kernels build`",
-                    extra={"level": level.name, "path": str(path), "error": str(error)},
+                    extra={"kernels": level.name, "path": str(path), "error": str(error)},
                 )
     return None
 
