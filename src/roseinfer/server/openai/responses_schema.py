@@ -163,9 +163,10 @@ class ChosenTools(Part, frozen=True, kw_only=True):
             raise Misfit.missing("name")
         if self.type == "allowed_tools" and not self.tools:
             raise Misfit.missing("tools")
-        if self.tools if self.type == "function" else self.name is not None:
-            unread = "tools" if self.type == "function" else "name"
-            raise Misfit(f"`{unread}` does not belong to the type `{self.type}`")
+        if self.type == "function" and self.tools:
+            raise Misfit("`tools` does not belong to the type `function`")
+        if self.type == "allowed_tools" and self.name is not None:
+            raise Misfit("`name` does not belong to the type `allowed_tools`")
 
     @property
     def names(self) -> list[str]:
