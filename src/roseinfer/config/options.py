@@ -70,6 +70,7 @@ class ModelConfig:
         "machine share. `auto`: `roseinfer/packed` in the user's cache. `off`: none. The weights of four models that "
         "were used last are kept. On a CPU with compiled kernels, and for int8 and int4 on any; not for checkpoints of "
         "less than 64 MiB.",
+        min_length=1,
     )
     generation_config: Literal["auto", "ignore"] = option(
         "auto",

@@ -106,6 +106,7 @@ def test_nothing_given_is_the_default_tree() -> None:
         ("cache.prefix_caching", "maybe", "'maybe' is not true or false"),
         ("engine.step_timeout_s", "nan", "Expected `number` > 0.0, got 'nan'"),
         ("model.quantization", "int3", "Expected one of none, int8, int4, got 'int3'"),
+        ("model.packed_cache", "", "Expected `string` of length >= 1, got ''"),
         ("scheduler.speculation", "1000", "Expected `integer` <= 16, got '1000'"),
         ("scheduler.speculation", "0", "Expected `integer` >= 1, got '0'"),
         ("scheduler.speculation", "2.5", "'2.5' is not an integer, nor auto or off"),

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from roseinfer import __version__
+from roseinfer.errors import ConfigError
 from roseinfer.model.device import Parts, Placement, dtype_name
 from roseinfer.model.weights.dequantize import CONFIG_FILES
 
@@ -168,7 +169,10 @@ class PackedCache:
 
 
 def open_packed_cache(configured: str, directory: Path, placement: Placement) -> PackedCache | None:
-    """The cache that `model.packed_cache` asks for; None where there is little to keep, or nothing shall be kept."""
+    """The cache that `model.packed_cache` asks for; None where there is little to keep, or nothing shall be kept.
+
+    Raises ConfigError for a directory in a home that is not there.
+    """
     if configured == "off" or placement.linears in {"torch", "onednn"}:
         return None
     try:
@@ -179,6 +183,8 @@ def open_packed_cache(configured: str, directory: Path, placement: Placement) ->
     except OSError:  # of the checkpoint, which says so when it is read
         return None
     except RuntimeError:  # there is no home directory
+        if configured != "auto":
+            raise ConfigError(f"There is no home directory for {configured}.", param="model.packed_cache") from None
         return None
 
 

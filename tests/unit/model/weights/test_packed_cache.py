@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
+from roseinfer.errors import ConfigError
 from roseinfer.model.device import Placement, Quantization, WeightMemory
 from roseinfer.model.families.registry import build_model
 from roseinfer.model.kernels.library import Kernels, find_built
@@ -354,6 +355,12 @@ def test_kept_weights_cannot_be_written_to(directory: Path, cache_dir: Path, fil
 def is_within(address: int, span: str) -> bool:
     start, end = (int(place, 16) for place in span.split("-"))
     return start <= address < end
+
+
+def test_a_directory_in_a_home_that_is_not_there_is_refused(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="There is no home directory for ~nosuchuser/packed") as refusal:
+        open_packed_cache("~nosuchuser/packed", directory, placed())
+    assert refusal.value.param == "model.packed_cache"
 
 
 def test_small_checkpoints_and_off_have_no_cache(
