@@ -66,6 +66,7 @@ class Forwarder(WriteObserver):
         self._engine: EngineInfo | None = None
         self._open: dict[int, RequestTimeline] = {}  # by serial
         self._interruptions: deque[tuple[int, int, int]] = deque(maxlen=_MAX_INTERRUPTIONS)
+        self._last_tokens_ns = 0  # of the newest step with tokens
         self._spent_ns = 0
         self._timer: asyncio.Handle | None = None  # for the next flush
         self._begin_batch()
@@ -114,16 +115,18 @@ class Forwarder(WriteObserver):
             self._refusals.append(code)
 
     def on_step(self, record: StepRecord, advanced: Advanced) -> None:
+        last_ns = self._last_tokens_ns
+        if record.num_generated_tokens:
+            self._last_tokens_ns = record.tokens_ns
         if not self._takes(1):
             return
         previous_ns, is_same = advanced.previous_ns, advanced == self._advanced
         serials = None if is_same else [timeline.serial for timeline in advanced]
         self._advanced = advanced
-        before_ns = previous_ns[0] if previous_ns else 0
-        if before_ns and not record.num_finished and previous_ns.count(before_ns) == len(previous_ns):
-            self._steps.append(Stepped(record, serials, before_ns, []))
+        if last_ns and not record.num_finished and previous_ns.count(last_ns) == len(previous_ns):
+            self._steps.append(Stepped(record, serials, last_ns, []))
             return
-        usual = {record.tokens_ns, advanced.last_ns(record.tokens_ns)} - {0}
+        usual = {record.tokens_ns, last_ns} - {0}
         changed = [
             encode_state(timeline)
             for timeline, stamp_ns in zip(advanced, previous_ns, strict=True)

@@ -314,6 +314,24 @@ async def test_a_request_travels_when_it_changed_and_not_when_a_drafted_token_wa
     assert [each.token_ns for each in ends.observation.flight.in_flight] == [each.token_ns for each in timelines]
 
 
+async def test_requests_that_come_back_together_waited_for_blocks_on_the_other_side_too() -> None:
+    ends = Ends()
+    ends.begin()
+    timelines = [RequestTimeline(request_id=f"r-{serial}", recv_ns=1, serial=serial) for serial in range(3)]
+    for timeline in timelines:
+        ends.forwarder.hub.on_start(timeline)
+    for tokens_ns, advanced in ((1 * MS, timelines), (2 * MS, timelines[:1]), (9 * MS, timelines[1:])):
+        for timeline in timelines[1:] if tokens_ns == 9 * MS else ():
+            timeline.preempted_ns, timeline.resumed_ns = MS + 1, 8 * MS
+        for timeline in advanced:
+            timeline.token_ns.append(tokens_ns)
+        record = make_step(num_generated_tokens=len(advanced), tokens_ns=tokens_ns)
+        ends.forwarder.hub.on_step(record, Advanced.newest(advanced))
+        ends.forwarder.catch_up()
+    _, *causes = ends.observation.causes(ends.observation.flight.in_flight)
+    assert causes == [{Cause.KV_WAIT: 7 * MS, Cause.PREEMPTED: 1 * MS}] * 2
+
+
 async def test_before_the_first_process_nothing_counts_as_lost() -> None:
     ends = Ends()
     ends.forwarder.hub.on_lifecycle(LifecycleState.STARTING)
