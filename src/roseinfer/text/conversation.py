@@ -5,6 +5,7 @@ Each API turns its body into a `Conversation`; from there on they are all the sa
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from roseinfer.errors import InvalidRequest, PromptName
 from roseinfer.messages import Grammar
@@ -17,6 +18,7 @@ from roseinfer.text.choice import EncodedPrompt
 from roseinfer.text.grammar.checker import GrammarChecker, check_form
 from roseinfer.text.templates import VARIABLES_FIELD
 from roseinfer.text.text_model import TextModel
+from roseinfer.text.tokenizer.tokenizer import INLINE_CHARS
 from roseinfer.text.turns import Turn, fold_turns
 
 
@@ -98,19 +100,16 @@ async def encode_conversation(conversation: Conversation, text_model: TextModel,
     written = {"tools": tools, VARIABLES_FIELD: conversation.variables}
     name = PromptName(conversation.field, tuple(field for field, value in written.items() if value), is_text=True)
     variables = {**template.thinking_variables(conversation.thinking), **conversation.variables}
-    turns, refusal = conversation.turns, None
+    render = partial(text_model.render, tools=tools, variables=variables, continues_last=conversation.continues_last)
+    is_long = tools is not None or conversation.num_chars + len(str(variables)) > INLINE_CHARS
+    tokenizer, turns, refusal = text_model.tokenizer, conversation.turns, None
     # System turns behind the head as the user's, and then all of them so.
     for folded in (turns(), fold_turns(turns(), 1), fold_turns(turns(), 0)) if conversation.folds else (turns(),):
         try:
-            return await text_model.encode_chat(
-                folded,
-                conversation.num_chars,
-                name,
-                max_model_len,
-                tools,
-                variables,
-                continues_last=conversation.continues_last,
-            )
+            text, reasoning = await tokenizer.off_loop(render, folded) if is_long else render(folded)
+            # The template writes the special tokens itself.
+            [token_ids] = await tokenizer.encode_prompts([text], max_model_len, [name], add_special_tokens=False)
+            return EncodedPrompt(token_ids, name, reasoning=reasoning)
         except InvalidRequest as error:
             if error.param != "messages":
                 raise

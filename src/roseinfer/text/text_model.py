@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from roseinfer.config.options import Config
-from roseinfer.errors import InvalidRequest, PromptName
+from roseinfer.errors import InvalidRequest
 from roseinfer.text.answers.reasoning import (
     Reasoning,
     ReasoningFormat,
@@ -14,9 +14,8 @@ from roseinfer.text.answers.reasoning import (
     find_reasoning,
     find_reasoning_format,
 )
-from roseinfer.text.choice import EncodedPrompt
 from roseinfer.text.templates import ChatTemplate, read_chosen_template
-from roseinfer.text.tokenizer.tokenizer import INLINE_CHARS, Tokenizer
+from roseinfer.text.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +51,7 @@ class TextModel:
             )
         return self.chat_template
 
-    async def encode_chat(
-        self,
-        messages: Iterable[Mapping[str, object]],
-        num_chars: int,
-        name: PromptName,
-        max_model_len: int,
-        tools: Sequence[object] | None,
-        variables: Mapping[str, object],
-        *,
-        continues_last: bool,
-    ) -> EncodedPrompt:
-        """The prompt of a conversation of about `num_chars`, rendered in a thread where that takes long.
-
-        The template writes the special tokens itself, so none are added. Raises InvalidRequest or PromptTooLong.
-        """
-        render = partial(self._render, messages, tools, variables, continues_last=continues_last)
-        if tools is None and num_chars + len(str(variables)) <= INLINE_CHARS:
-            text, reasoning = render()
-        else:
-            text, reasoning = await self.tokenizer.off_loop(render)
-        [token_ids] = await self.tokenizer.encode_prompts([text], max_model_len, [name], add_special_tokens=False)
-        return EncodedPrompt(token_ids, name, reasoning=reasoning)
-
-    def _render(
+    def render(
         self,
         messages: Iterable[Mapping[str, object]],
         tools: Sequence[object] | None,

@@ -152,12 +152,12 @@ def test_the_end_of_the_prompt_says_whether_thoughts_are_open(prompt: str, expec
     ("begun", "is_thinking"),
     [("", False), ("It is", False), ("<think>\nSo", True), ("<think>So</think>It", False), ("</think><think>", True)],
 )
-async def test_an_answer_that_was_begun_goes_on_in_its_thoughts_or_behind_them(begun: str, is_thinking: bool) -> None:
+def test_an_answer_that_was_begun_goes_on_in_its_thoughts_or_behind_them(begun: str, is_thinking: bool) -> None:
     template = "{% for m in messages %}{{ m.content }}|{% endfor %}{{ '<think>' if add_generation_prompt }}"
     messages = [{"role": "user", "content": "What is <think>?"}, {"role": "assistant", "content": begun}]
     model = text_model(template=template)
-    prompt = await model.encode_chat(messages, 50, PromptName("messages"), 100, None, {}, continues_last=True)
-    assert prompt.reasoning == (OPEN if is_thinking else None)
+    _, reasoning = model.render(messages, None, {}, continues_last=True)
+    assert reasoning == (OPEN if is_thinking else None)
 
 
 def test_the_template_says_which_tags_a_model_writes() -> None:
