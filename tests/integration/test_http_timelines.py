@@ -9,6 +9,7 @@ import pytest
 
 from roseinfer.observe.telemetry.facts import decode_state, encode_state
 from roseinfer.records import FinishReason, RequestTimeline
+from roseinfer.server.connection.connection import Connection
 from tests.unit.server.harness import ScriptedEngine, says, serving
 
 
@@ -29,6 +30,35 @@ async def test_one_for_each_sequence(stream: bool) -> None:
         assert timeline.num_prompt_tokens == num_prompt_tokens
         assert timeline.is_streamed == stream
         assert (timeline.finish_reason, timeline.error_code) == (FinishReason.LENGTH, "")
+
+
+async def test_a_request_begins_with_its_head_and_not_when_the_event_loop_comes_to_its_handler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    receive, received_ns = Connection.data_received, list[int]()
+
+    def receive_and_stamp(connection: Connection, data: bytes) -> None:
+        receive(connection, data)
+        received_ns.append(time.monotonic_ns())  # the handlers of all that came before are still to begin
+
+    monkeypatch.setattr(Connection, "data_received", receive_and_stamp)
+    async with serving(ScriptedEngine(says("abc"))) as server:
+        await server.complete()
+    (timeline,) = server.engine.closed
+    assert timeline.recv_ns <= received_ns[0]
+
+
+async def test_a_request_behind_another_on_its_connection_begins_when_that_has_ended() -> None:
+    body = b'{"prompt": "a"}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    request = head + b"Content-Length: %d\r\n" % len(body)
+    async with serving(ScriptedEngine(says("abc"))) as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(request + b"\r\n" + body + request + b"Connection: close\r\n\r\n" + body)
+        assert (await reader.read()).count(b"HTTP/1.1 200") == 2
+        writer.close()
+    first, second = server.engine.closed
+    assert first.end_ns <= second.recv_ns
 
 
 async def test_a_write_is_stamped_when_it_carried_tokens() -> None:

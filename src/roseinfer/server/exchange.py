@@ -26,6 +26,9 @@ INTENDED_TIME_HEADER = "x-roseinfer-intended-time"
 ENGINE_GRACE_S = 0.5  # several steps: within them the engine ends a request itself, and has its own count of it
 _UNIX_SECONDS = re.compile(r"\d{1,12}(\.\d{1,12})?")
 
+HEAD_NS = web.RequestKey("head_ns", int)
+"""When the head of the request was parsed: its handler begins later, where the event loop has others to serve."""
+
 _apis: dict[Handler, Api] = {}
 
 
@@ -63,7 +66,7 @@ class Exchange:
         self.timelines = [
             RequestTimeline(
                 request_id=key,
-                recv_ns=time.monotonic_ns(),
+                recv_ns=request[HEAD_NS],
                 api=_apis[request.match_info.handler],
                 traceparent=_trace_header(request, "traceparent"),
                 tracestate=_trace_header(request, "tracestate"),
@@ -76,7 +79,7 @@ class Exchange:
         self.caller: Caller | None = None  # by its key, where keys are configured
         self.deadline_ns: int | None = None  # by when it must have ended, on the monotonic clock
         self.queue_deadline_ns: int | None = None  # by when the engine must have begun
-        self._recv_unix_s = time.time()
+        self._recv_unix_s = time.time() - (time.monotonic_ns() - request[HEAD_NS]) / 1e9
         self._intended_time = request.headers.get(INTENDED_TIME_HEADER)
         self._ledgers = ledgers
         self._asks_for_ledger = request.headers.get(LEDGER_HEADER)

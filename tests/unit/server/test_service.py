@@ -6,7 +6,7 @@ from aiohttp.test_utils import make_mocked_request
 from roseinfer.config.options import Config
 from roseinfer.errors import EngineDead, NotReady
 from roseinfer.records import Api, LifecycleState
-from roseinfer.server.exchange import generates_tokens
+from roseinfer.server.exchange import HEAD_NS, generates_tokens
 from roseinfer.server.service import Service
 from tests.unit.server.harness import INSTRUMENTS, Listener, ScriptedEngine, text_model
 
@@ -57,6 +57,7 @@ async def test_a_key_is_remembered_as_long_as_the_engine_has_its_request(monkeyp
     held: set[str] = set()
     monkeypatch.setattr(service.client, "holds", held.__contains__)
     request = make_mocked_request("POST", "/v1/completions")
+    request[HEAD_NS] = 1
     generates_tokens(Api.COMPLETIONS)(request.match_info.handler)
     for number in range(200):
         held.add(f"r{number}")

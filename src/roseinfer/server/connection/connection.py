@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import resource
+import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from itertools import islice
@@ -63,6 +64,7 @@ class Connection(web.RequestHandler):
         self._socket: asyncio.Transport | None = None  # without the TLS that it may carry
         self._head_since: float | None = loop.time()  # None: none has begun
         self._idle_since = loop.time()
+        self.head_ns = 0  # when the next request's head was parsed, and the answer before it over
         self._is_answering = False  # meanwhile a client may send the next head as slowly as it likes
         self._arriving: StreamReader = EMPTY_PAYLOAD  # the body of the last request whose head is complete
         self._begun: StreamReader = EMPTY_PAYLOAD  # the body of the last request that was begun
@@ -105,6 +107,8 @@ class Connection(web.RequestHandler):
             self._head_since = self._now()
         num_queued = len(self._queue)
         super().data_received(data)
+        if len(self._queue) > num_queued == 0 and not self._is_answering:
+            self.head_ns = time.monotonic_ns()
         for message, content in [*islice(self._queue, num_queued, None)]:
             if isinstance(message, RawRequestMessage):
                 self._arriving = content
@@ -138,6 +142,7 @@ class Connection(web.RequestHandler):
     def end(self) -> None:
         """Note that a request has its answer, or will have none."""
         self._is_answering = False
+        self.head_ns = time.monotonic_ns()  # of one that has come already
         self._wait_anew()
 
     def _wait_anew(self) -> None:

@@ -25,6 +25,7 @@ from roseinfer.server.connection.connection import (
 )
 from roseinfer.server.connection.scraping import Passed, Scrape, Scraping, Sorting
 from roseinfer.server.connection.tls import Certificate
+from roseinfer.server.exchange import HEAD_NS
 from roseinfer.server.port import Port
 
 MAX_BACKLOG = 1024  # connections not accepted yet, and as many are accepted in a turn of the event loop
@@ -194,6 +195,7 @@ def _answering(handle: Handle) -> Handle:
     async def answer(request: web.BaseRequest) -> web.StreamResponse:
         connection = request.protocol
         assert isinstance(connection, Connection)
+        request[HEAD_NS] = connection.head_ns
         connection.begin(request.content)
         try:
             if request.headers.get("Expect", "100-continue").lower() != "100-continue":
