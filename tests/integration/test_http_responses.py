@@ -236,6 +236,24 @@ async def test_log_probabilities_are_those_of_the_text(is_streamed: bool, stop: 
     assert request.params.num_logprobs is None, "they were not asked for"
 
 
+@pytest.mark.parametrize("is_streamed", [True, False])
+@pytest.mark.parametrize("interval", [1, 7, 1000])
+async def test_tokens_of_calls_are_not_scored_as_text(is_streamed: bool, interval: int) -> None:
+    text = f"<think>T</think>So: {CALL} or {CALL}"
+
+    def reply(request: Request) -> list[TokenOutput]:
+        outputs = [TokenOutput(request.request_id, [token], [logprobs_of(token, 0)]) for token in ids(text)]
+        outputs.append(TokenOutput(request.request_id, [], None, FinishReason.STOP, None, times()))
+        return outputs
+
+    body = {"include": ["message.output_text.logprobs"], "tools": [TOOL], "stream_interval": interval}
+    answer, _ = await ask(reply, stream=is_streamed, **body)
+    output = parsed(answer)[-1]["response"]["output"] if is_streamed else answer.json["output"]
+    _, first, _, second, _ = output
+    scored = ["".join(entry["token"] for entry in item["content"][0]["logprobs"]) for item in (first, second)]
+    assert scored == ["So: ", "}\n</tool_call> or "], "a text has the end of the call before it, too"
+
+
 @pytest.mark.parametrize("has_begun", [True, False])
 async def test_a_stream_that_fails_says_so_to_every_client(has_begun: bool) -> None:
     engine = ScriptedEngine()

@@ -5,8 +5,10 @@ The handler is steps 2–6 and 12–14 of docs/architecture.md, in that order.
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
+from math import inf
 from typing import Any, Literal
 
 import msgspec
@@ -103,8 +105,10 @@ class ResponseDialect(Dialect):
         self._body = body
         self._parser = parser
         self._defaults = defaults
-        self._scored: list[bytes] = []  # the log-probabilities of tokens whose text has not come yet, as JSON
-        self._num_scored = 0
+        # Where tokens begin whose text has not come yet, and their log-probabilities as JSON.
+        self._scored: deque[tuple[int, bytes]] = deque()
+        self._num_scored = 0  # tokens that left it
+        self._num_chars = 0  # of the text that the parser has read
         self._status: Literal["completed", "incomplete"] = "completed"
         self._is_full = False  # ended by the limit of its tokens
 
@@ -117,26 +121,38 @@ class ResponseDialect(Dialect):
 
     def columns(self, scored: Sequence[ScoredToken]) -> dict[str, list[Any] | None]:
         """Keeps them until their text comes; thoughts and calls have none in the answer."""
-        self._scored += [msgspec.json.encode(scored_token(token)) for token in scored if not token.is_end]
+        self._scored += [(t.offset, msgspec.json.encode(scored_token(t))) for t in scored if not t.is_end]
         return {}
 
-    def _pop_logprobs(self, delta: Delta) -> bytes:
-        """Those of all tokens behind the thoughts since the last text."""
-        popped, self._scored = self._scored, []
-        first, self._num_scored = self._num_scored, self._num_scored + len(popped)
+    def _pop_logprobs(self, delta: Delta, end: float = inf) -> bytes:
+        """Those of all tokens behind the thoughts since the last text that begin before this character."""
+        first, popped = self._num_scored, []
+        while self._scored and self._scored[0][0] < end:
+            popped.append(self._scored.popleft()[1])
+        self._num_scored += len(popped)
         return b",".join(popped[max(0, delta.choice.counts.reasoning - first) :])
+
+    def _parse(self, delta: Delta) -> Iterator[Parts]:
+        """The parts of a delta; token by token where those have log-probabilities, so that each part has its own."""
+        text, is_last = delta.text, delta.finish_reason is not None
+        if self._parser is None:
+            self._num_chars += len(text)
+            yield Parts([text] if text else [])
+            return
+        begin = self._num_chars
+        for start in [*(start for start, _ in self._scored), begin + len(text)]:
+            piece = text[self._num_chars - begin : max(0, start - begin)]
+            self._num_chars += len(piece)
+            yield from self._parser.read(piece, is_last=False)
+        if is_last:
+            yield self._parser.finish()
 
     def _read(self, delta: Delta) -> Iterator[bytes]:
         """The events of a delta, piece by piece. Call it once for each delta."""
         output, is_last = self._output, delta.finish_reason is not None
-        pieces = (
-            (Parts([delta.text] if delta.text else []),)
-            if self._parser is None
-            else self._parser.read(delta.text, is_last=is_last)
-        )
-        for parts in pieces:
+        for parts in self._parse(delta):
             has_logprobs = self._scored and (parts.texts or parts.calls)
-            yield output.add(parts, self._pop_logprobs(delta) if has_logprobs else b"")
+            yield output.add(parts, self._pop_logprobs(delta, self._num_chars) if has_logprobs else b"")
         if is_last:
             yield output.add_logprobs(self._pop_logprobs(delta))
             is_cut = self._parser is not None and self._parser.is_cut  # by a stop string, amid arguments
