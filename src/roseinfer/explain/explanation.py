@@ -212,9 +212,13 @@ class _Reader:
         return story.format(step=step, names=names, part=part, process=self._interrupted_process(gap))
 
     def _interrupted_process(self, gap: Gap) -> str:
-        rows = self._interruptions
-        rows = rows[(rows["start_ns"] < gap.end_ns) & (rows["end_ns"] > gap.start_ns)]
-        return "the front end" if (rows["cause"] == gap.cause.number).any() else "the engine"
+        """Returns where the greater part was: until its token was known a gap was the engine's."""
+        known = self._steps["tokens_ns"][self._steps["step_id"] == gap.step_id]
+        begin_ns = max(gap.start_ns, *known.tolist(), 0)
+        rows = self._interruptions[self._interruptions["cause"] == gap.cause.number]
+        within = np.minimum(rows["end_ns"], gap.end_ns) - np.maximum(rows["start_ns"], begin_ns)
+        in_front_end_ns = int(within[within > 0].sum())
+        return "the front end" if 2 * in_front_end_ns > gap.parts.get(gap.cause, 0) else "the engine"
 
 
 def _is_read_in(request: RequestRecord, step: StepRecord) -> bool:

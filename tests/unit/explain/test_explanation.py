@@ -97,11 +97,13 @@ def test_every_cause_has_a_sentence(cause: Cause) -> None:
 
 
 def test_a_collection_is_placed_where_it_happened() -> None:
-    gap = make_gap({Cause.GC: 70.0}, end_ms=100, step_id=2)
-    here = make_recording(STREAMS, STEPS, [(40 * MS, 90 * MS, Cause.GC)])
+    gap = make_gap({Cause.GC: 70.0}, end_ms=180, step_id=2)
+    here = make_recording(STREAMS, STEPS, [(105 * MS, 150 * MS, Cause.GC)])
     assert widest_gaps([gap], here, 1)[0].sentence == "a garbage collection in the front end took 70 ms"
     others = make_recording(STREAMS, STEPS, [(MS, 2 * MS, Cause.GC), (200 * MS, 210 * MS, Cause.GC)])
-    for elsewhere in (make_recording(STREAMS, STEPS), others):
+    short = make_recording(STREAMS, STEPS, [(150 * MS, 160 * MS, Cause.GC)])
+    before_its_token = make_recording(STREAMS, STEPS, [(50 * MS, 99 * MS, Cause.GC)])
+    for elsewhere in (make_recording(STREAMS, STEPS), others, short, before_its_token):
         [story] = widest_gaps([gap], elsewhere, 1)
         assert story.sentence == "a garbage collection in the engine took 70 ms"
 
