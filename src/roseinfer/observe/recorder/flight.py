@@ -33,7 +33,9 @@ from roseinfer.runtime.gc_pauses import GcPauses
 MAX_VIEWED_STEPS = 3000  # of a saved recording, its newest: with 64 requests that is 20 MB of gaps
 _NS_PER_MS = 1e6
 _STAMPS = ("request_id", "recv_ns", "parsed_ns", "tokenized_ns", "inbox_ns", "scheduled_ns", "token_ns", "end_ns")
-_NOTHING_HELD = "No limit held anything back in the last step: its turn comes next."
+_NOTHING_HELD = (
+    "No limit held anything back in the last step: its turn comes next, once its grammar is compiled if it has one."
+)
 
 
 class Flight(FlightRecorder):
