@@ -35,7 +35,8 @@ from roseinfer.engine.core.batch import ScheduledBatch, Watch
 from roseinfer.engine.core.stopwatch import unwatched
 from roseinfer.model import runner as runner_module
 from roseinfer.model.device_stream import Event, Graph, Stream
-from roseinfer.model.runner import LaunchedBatch, load_runner
+from roseinfer.model.runner import load_runner
+from roseinfer.model.steps.results import LaunchedBatch
 from roseinfer.model.weights.checkpoint import Checkpoint
 from tests.conftest import require_tool
 from tests.unit.model.happens_before import Copies
@@ -63,7 +64,7 @@ class Note(NamedTuple):
 
     kind: NoteKind
     what: str
-    function: str  # as `model/steps/staging.py:Arenas.send`
+    function: str  # as `model/steps/arenas.py:Arenas.send`
     line: int
 
     def __str__(self) -> str:

@@ -22,7 +22,7 @@ from roseinfer.messages import Grammar, SamplingParams
 from roseinfer.model.device import Placement
 from roseinfer.model.device_stream import _PastEvent
 from roseinfer.model.layers.linear import Linear
-from roseinfer.model.runner import LaunchedBatch
+from roseinfer.model.steps.results import LaunchedBatch
 from roseinfer.model.steps.warm_up_batches import _AnyToken, decode_batch, prompt_batch
 from tests.unit.model.attention.test_flashinfer import install
 from tests.unit.model.conftest import GREEDY, Shape
@@ -472,7 +472,7 @@ WRITTEN = "memory was written before its copy has run, which was queued by"
 @pytest.mark.parametrize(
     ("spoil", "found"),
     [
-        (spoil_arenas, f"{WRITTEN} model/steps/staging.py:Arenas.send"),
+        (spoil_arenas, f"{WRITTEN} model/steps/arenas.py:Arenas.send"),
         (spoil_results, "tokens were read before they had come, or when others had"),
         (spoil_table, f"{WRITTEN} unit/model/test_fake_cuda.py:spoil_table.<locals>.write"),
         (spoil_plans, f"{WRITTEN} unit/model/test_fake_cuda.py:PlannedWrapper.plan"),

@@ -17,9 +17,10 @@ from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingParams
 from roseinfer.model.kernels.library import levels_here
 from roseinfer.model.layers.linear import Linear
-from roseinfer.model.runner import ModelRunner, Results, load_runner
+from roseinfer.model.runner import ModelRunner, load_runner
 from roseinfer.model.sampling.logprobs import LogprobRows
 from roseinfer.model.sampling.sampler import Sampler
+from roseinfer.model.steps.results import Results
 from roseinfer.records import LifecycleState
 from tests.unit.model.conftest import MakePlayer, Shape, prompt_of, write_checkpoint
 from tests.unit.model.fake_device import LateStream

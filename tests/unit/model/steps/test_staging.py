@@ -16,8 +16,9 @@ from roseinfer.engine.core.constraint import Constraint, Matcher, TokenMasks
 from roseinfer.messages import SamplingParams
 from roseinfer.model.device_stream import Outbox, Stream
 from roseinfer.model.sampling.edit_table import MaskArea
+from roseinfer.model.steps.arenas import Layout
 from roseinfer.model.steps.graphs import GraphSize
-from roseinfer.model.steps.staging import InputStaging, Layout, StagedStep, StagingSizes
+from roseinfer.model.steps.staging import InputStaging, StagedStep, StagingSizes
 from tests.unit.model.fake_device import LateStream
 from tests.unit.model.sampling.test_logit_edits import Fixed
 
