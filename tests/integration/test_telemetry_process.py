@@ -5,7 +5,6 @@ import errno
 import os
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -97,8 +96,7 @@ async def test_a_process_that_is_killed_is_started_once_more_with_true_totals(ca
         run_some(server.traffic, 3)
         page = await server.page()
         assert server.process.pid not in {None, first}
-        if sys.platform == "linux":
-            assert os.sched_getscheduler(server.process.pid or 0) == os.SCHED_BATCH
+        assert os.sched_getscheduler(server.process.pid or 0) == os.SCHED_BATCH
         assert server.is_exact(page)
         assert page.value("roseinfer_telemetry_restarts_total") == 1
         server.signal(signal.SIGKILL)

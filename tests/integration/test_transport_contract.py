@@ -5,7 +5,6 @@ import errno
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -309,7 +308,6 @@ async def test_a_signal_to_the_whole_service_leaves_the_engine_to_the_front_end(
     await engine.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
 async def test_the_engine_process_has_a_session_of_its_own(facts: Facts) -> None:
     engine, pid = await start_process(facts)
     assert os.getsid(pid) == pid != os.getsid(0)

@@ -15,6 +15,7 @@ import torch
 from roseinfer.errors import ConfigError
 from roseinfer.model.kernels.library import Kernels, machine
 from roseinfer.runtime.cgroup import cpu_groups, cpu_quota
+from roseinfer.runtime.memory import ask_for_huge_pages
 
 LinearKind = Literal["torch", "onednn", "amx", "registers", "int8", "int4"]
 Quantization = Literal["none", "int8", "int4"]
@@ -111,7 +112,7 @@ def default_num_threads(*, num_weight_bytes: int, splits_sums: bool) -> int:
 
 def num_usable_cores() -> int:
     """Cores that this process may use: its affinity, and its container's CPU quota, rounded down."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_cores = len(os.sched_getaffinity(0))
     quota = cpu_quota(cpu_groups())
     return num_cores if quota is None else max(1, min(num_cores, int(quota)))
 
@@ -163,8 +164,7 @@ class WeightMemory:
 def _new_block(num_bytes: int) -> torch.Tensor:
     # Private: pages of shared memory are huge only where the system is set so.
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    ask_for_huge_pages(memory)
     block = torch.frombuffer(memory, dtype=torch.uint8)
     start = -block.data_ptr() % _HUGE_PAGE_BYTES
     return block[start : start + num_bytes]

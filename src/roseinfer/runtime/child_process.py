@@ -264,11 +264,10 @@ def live_as_child() -> None:
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """End, by this signal, when the thread that started this process has ended, however that was."""
-    if sys.platform == "linux":  # elsewhere end-of-file has to do
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-        if os.getppid() != parent:
-            os._exit(0)  # it ended before the kernel was asked
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(0)  # it ended before the kernel was asked
 
 
 def limit_memory(num_bytes: int) -> None:

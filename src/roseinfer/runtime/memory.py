@@ -6,13 +6,12 @@ process. Imports no torch: `prefer_huge_pages` has to run before it is imported.
 """
 
 import ctypes
-import sys
+import mmap
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # mallopt(3)
-_MADV_DONTNEED = 4  # madvise(2)
 _NUM_HEAPS = 2  # the event loop's, and one for threads
 _OWN_MAPPING_BYTES = 1 << 20  # from this size on a piece is a mapping of its own, which goes when it is freed
 _NEVER = 2**31 - 1  # bytes, the largest value that mallopt takes
@@ -52,13 +51,16 @@ def drop_code() -> None:
     Loading torch touches 70 MB of its libraries, and steps run few of them. A mapping with a page of its own, which was
     written to, stays.
     """
-    if sys.platform != "linux":
-        return
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     with suppress(OSError):
         for start, end in _unwritten_code(Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace")):
-            madvise(start, end - start, _MADV_DONTNEED)
+            drop_pages(start, end)
+
+
+def drop_pages(start: int, end: int) -> None:
+    """Unmap pages of a file, from one address to another; what is read again comes back from the system's cache."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    madvise(start, end - start, mmap.MADV_DONTNEED)
 
 
 def _unwritten_code(smaps: str) -> Iterator[tuple[int, int]]:
@@ -80,8 +82,13 @@ def prefer_huge_pages() -> None:
     A step reads all weights and much of the KV cache, and with pages of 4 KiB a good part of it is spent on address
     translation. Torch reads the variable when it first allocates; it is set past Python's copy of the environment.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).setenv(b"THP_MEM_ALLOC_ENABLE", b"1", 0)  # 0: a value that is there stays
+    ctypes.CDLL(None).setenv(b"THP_MEM_ALLOC_ENABLE", b"1", 0)  # 0: a value that is there stays
+
+
+def ask_for_huge_pages(mapping: mmap.mmap) -> None:
+    """Have the kernel back a mapping with huge pages, if it has any."""
+    with suppress(OSError):  # of a kernel without them
+        mapping.madvise(mmap.MADV_HUGEPAGE)
 
 
 def keep_freed_memory() -> None:
@@ -96,7 +103,5 @@ def keep_freed_memory() -> None:
 
 
 def _glibc() -> ctypes.CDLL | None:
-    if sys.platform != "linux":
-        return None
     libc = ctypes.CDLL(None)
     return libc if hasattr(libc, "malloc_trim") else None  # musl has neither

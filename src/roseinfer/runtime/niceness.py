@@ -32,20 +32,18 @@ def be_nicer(increment: int, session_group: Path = _SESSION_GROUP) -> None:
 
 
 def take_turns() -> None:
-    """Let a process that runs go on when this one wakes, to the end of its time slice; on Linux only."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a sandbox may forbid it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    """Let a process that runs go on when this one wakes, to the end of its time slice."""
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def be_nicer_in_this_thread(increment: int) -> None:
-    """Let the other threads go first where processors are too few; on Linux only.
+    """Let the other threads go first where processors are too few.
 
     Not for a thread that needs the GIL: it would keep all others waiting until its own turn comes.
     """
-    if sys.platform == "linux":  # elsewhere it would be the whole process
-        with contextlib.suppress(OSError):  # a sandbox may forbid it
-            os.nice(increment)
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        os.nice(increment)
 
 
 if __name__ == "__main__":

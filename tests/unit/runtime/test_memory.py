@@ -1,11 +1,13 @@
 """Settings of malloc and of torch's allocator; each in a process of its own, since they last."""
 
+import errno
+import mmap
 import subprocess
 import sys
 
 import pytest
 
-ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="huge pages and mallopt are Linux's")
+from roseinfer.runtime.memory import ask_for_huge_pages
 
 READ_BACK = """
 import ctypes
@@ -65,20 +67,28 @@ def output_of(script: str, env: dict[str, str]) -> str:
     return done.stdout.strip()
 
 
-@ON_LINUX
 @pytest.mark.parametrize(("given", "expected"), [({}, "1"), ({"THP_MEM_ALLOC_ENABLE": "0"}, "0")])
 def test_huge_pages_are_asked_for_unless_the_user_said_otherwise(given: dict[str, str], expected: str) -> None:
     assert output_of(READ_BACK, given) == expected
 
 
-@ON_LINUX
 def test_a_temporary_of_a_step_is_cleared_by_the_system_once() -> None:
     before, after = map(int, output_of(COUNT_FAULTS, {}).split())
     assert before > 10
     assert after == 0
 
 
-@ON_LINUX
 def test_code_that_ran_once_takes_no_memory_and_can_run_again() -> None:
     before, after = map(int, output_of(CODE_IN_MEMORY, {}).split())
     assert after < before / 2
+
+
+class WithoutHugePages(mmap.mmap):
+    """As under a kernel that was built without them."""
+
+    def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def test_a_kernel_without_huge_pages_gives_ordinary_ones() -> None:
+    ask_for_huge_pages(WithoutHugePages(-1, mmap.PAGESIZE))

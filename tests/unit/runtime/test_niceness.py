@@ -37,7 +37,6 @@ def test_a_kernel_without_weighed_sessions_is_no_error(tmp_path: Path) -> None:
     assert int(done.stdout) == 1
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no such policy")
 def test_a_process_that_takes_turns_ends_no_time_slice_of_others_and_a_sandbox_may_forbid_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -54,7 +53,6 @@ def test_a_process_that_takes_turns_ends_no_time_slice_of_others_and_a_sandbox_m
     take_turns()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a thread has no priority of its own")
 def test_a_thread_makes_itself_nicer_and_no_other() -> None:
     def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())

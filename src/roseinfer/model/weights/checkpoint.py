@@ -3,13 +3,11 @@
 Every error in a checkpoint is a ConfigError about `model.path`, in one sentence that names the file and the tensor.
 """
 
-import ctypes
 import json
 import logging
 import math
 import mmap
 import re
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
@@ -24,6 +22,7 @@ from roseinfer.config.options import DEMO_MODEL
 from roseinfer.errors import ConfigError
 from roseinfer.messages import SamplingDefaults
 from roseinfer.model.weights.dequantize import CONFIG_FILES, UNUSED_SUFFIXES, Quantization, input_order
+from roseinfer.runtime.memory import drop_pages
 
 _DEMO_DIRECTORY = Path(__file__).parents[2] / "demo"
 STORE_SCHEMES = ("s3://", "gs://")
@@ -48,11 +47,6 @@ _UNSERVED_SAMPLING = {  # unsupported fields of generation_config.json, and thei
     "top_h": None,
     "exponential_decay_length_penalty": None,
 }
-
-_MADVISE = None  # madvise(2)
-if sys.platform == "linux":
-    _MADVISE = ctypes.CDLL(None).madvise
-    _MADVISE.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _log = logging.getLogger(__name__)
 
@@ -200,8 +194,8 @@ class Checkpoint:
         """Give back the pages of memory that reading lent tensors took. Who reads them again takes them again."""
         for first, last in self._lent.values():
             start, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
-            if _MADVISE is not None and end > start:
-                _MADVISE(start, end - start, mmap.MADV_DONTNEED)
+            if end > start:
+                drop_pages(start, end)
 
     def tensor(self, name: str, shape: tuple[int, ...] | None = None, *, is_lent: bool = False) -> torch.Tensor:
         """One tensor, mapped from its file, in its own floating type; a quantised one dequantised.

@@ -31,6 +31,7 @@ from roseinfer import __version__
 from roseinfer.errors import ConfigError
 from roseinfer.model.device import Parts, Placement, dtype_name
 from roseinfer.model.weights.dequantize import CONFIG_FILES
+from roseinfer.runtime.memory import ask_for_huge_pages
 
 MAX_FILES = 4  # in the directory; those that were used last stay
 LEAST_BYTES = 64 << 20  # of a checkpoint; a smaller one is packed in less than a second
@@ -249,9 +250,7 @@ def _read(path: Path, key: str) -> dict[str, list[torch.Tensor]]:
     header = msgspec.msgpack.decode(encoded, type=_Header)
     if header.key != key or header.num_data_bytes != size - _FOOTER.size - num_header_bytes:
         raise _Damaged("it is of other weights, or cut off")
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+    ask_for_huge_pages(mapping)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch's, that it must not be written to
         data = torch.frombuffer(mapping, dtype=torch.uint8, count=header.num_data_bytes)

@@ -388,7 +388,6 @@ print(resident_mb() - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what is resident here")
 def test_an_engine_that_serves_keeps_no_memory_of_summing_the_file(tmp_path: Path) -> None:
     (tmp_path / "packed").write_bytes(bytes(24 << 20))
     arguments = [sys.executable, "-c", SUMMING, str(tmp_path / "packed")]

@@ -223,7 +223,6 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a thread has no priority of its own")
 def test_one_thread_encodes_long_texts_at_a_lower_priority_and_the_librarys_own_encode_none() -> None:
     done = subprocess.run([sys.executable, "-c", NICENESS_OF_THREADS], check=True, capture_output=True, text=True)
     of_ordinary, of_long = ast.literal_eval(done.stdout).values()
@@ -452,7 +451,6 @@ print(resident_mb() - before)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what is resident here")
 def test_reading_merges_leaves_no_holes_also_where_collections_are_observed(tmp_path: Path) -> None:
     """Of 150,000 tokens tables have 34 MB, and with what the library's own reader leaves it was 56."""
     characters = [chr(0x4E00 + i) for i in range(390)]
