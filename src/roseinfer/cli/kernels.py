@@ -14,6 +14,7 @@ from roseinfer.model.kernels.library import (
     compiled_machine,
     find_built,
     find_compiler,
+    is_whole,
     kernels_directory,
     levels_here,
     levels_of,
@@ -48,12 +49,13 @@ def run_list(_: argparse.Namespace, loaded: LoadedConfig) -> int:
         return 0
     lacking = {level.name: level.lacking(flags) for level in levels}
     paths = {level.name: find_built(level, kernels_dir) for level in levels}
+    damaged = [name for name, path in paths.items() if path is not None and not is_whole(path)]
     width = max(map(len, paths))
     for name, path in paths.items():
         has = f"this processor lacks {', '.join(lacking[name])}" if lacking[name] else "this processor has it"
-        print(f"{name:<{width}}  {has}  {path or 'not built'}")
+        print(f"{name:<{width}}  {has}  {'damaged: ' if name in damaged else ''}{path or 'not built'}")
     runnable = [name for name in paths if not lacking[name]]
-    used = next((name for name in reversed(runnable) if paths[name]), None)
+    used = next((name for name in reversed(runnable) if paths[name] and name not in damaged), None)
     print(f"`auto` takes {used or 'none: without kernels all is computed by plain torch, slower'}.")
     if runnable and used != runnable[-1]:
         print(f"{runnable[-1]} would be faster: run `roseinfer kernels build`.")

@@ -124,6 +124,27 @@ def test_list_shows_what_is_here_and_what_is_built(
     assert lines["avx512"].endswith(".so")
 
 
+def test_list_does_not_count_on_a_build_that_is_cut_off(
+    sources: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    has_compiler: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flags = ["--runner.kernels-dir", str(tmp_path / "out")]
+    monkeypatch.setattr("roseinfer.cli.kernels.processor_flags", lambda: frozenset({"avx2", "fma", "f16c"}))
+    assert main(["kernels", "build", *flags, "--level", "avx2"]) == 0
+    path = find_built(LEVELS["avx2"], tmp_path / "out")
+    assert path is not None
+    path.write_bytes(path.read_bytes()[:-1])
+    capsys.readouterr()
+    assert main(["kernels", "list", *flags]) == 0
+    told = capsys.readouterr().out
+    assert f"this processor has it  damaged: {path}\n" in told
+    assert "`auto` takes none" in told
+    assert told.endswith("avx2 would be faster: run `roseinfer kernels build`.\n")
+
+
 @pytest.mark.parametrize(
     ("flags", "built", "expected"),
     [

@@ -153,6 +153,16 @@ def test_a_build_is_found_until_a_source_or_a_header_changes(
     assert load_kernels(RunnerConfig(kernels_dir=str(tmp_path / "out"))) is None
 
 
+def test_a_build_that_was_cut_off_is_made_again(sources: Path, tmp_path: Path, compiler: str, has_avx2: None) -> None:
+    """As of a disk that was full of late, or a machine that lost power: the file has the right name."""
+    path, _ = build_kernels(AVX2, tmp_path / "out", compiler)
+    whole = path.read_bytes()
+    for left in (0, 63, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:left])
+        assert build_kernels(AVX2, tmp_path / "out", compiler) == (path, True)
+    assert Kernels("avx2", path).has("twice")
+
+
 def test_functions_are_those_of_the_object(sources: Path, tmp_path: Path, compiler: str, has_avx2: None) -> None:
     build_kernels(AVX2, tmp_path / "out", compiler)
     kernels = load_kernels(RunnerConfig(kernels_dir=str(tmp_path / "out")))

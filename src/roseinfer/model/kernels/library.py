@@ -16,6 +16,7 @@ import os
 import platform
 import re
 import shutil
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Generator, Sequence
@@ -34,6 +35,7 @@ SOURCE_DIR = Path(__file__).parent / "cpp"
 
 COMPILERS = ("g++", "clang++", "c++")
 
+_ELF_HEADER = struct.Struct("<4s36xQ10xHH2x")  # the magic; where the section headers are, their size and number
 _CPU_INFO = Path("/proc/cpuinfo")
 _MAPS = Path("/proc/self/maps")
 _OPENMP = re.compile(r"/\S*/lib(?:g|i)?omp\d*(?:-\w+)?\.so\S*")
@@ -165,6 +167,16 @@ def find_built(level: Level, kernels_dir: Path) -> Path | None:
     return max(built, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
+def is_whole(path: Path) -> bool:
+    """Whether a shared object is there up to its section headers, which linkers write last."""
+    try:
+        with path.open("rb") as file:
+            magic, start, size, number = _ELF_HEADER.unpack(file.read(_ELF_HEADER.size))
+            return bool(magic == b"\x7fELF" and os.fstat(file.fileno()).st_size >= start + size * number)
+    except (OSError, struct.error):
+        return False
+
+
 def find_compiler(named: str | None = None) -> str:
     """The path of the compiler called `named`, or of the first usual one. Raises ConfigError if there is none."""
     names = (named,) if named else COMPILERS
@@ -198,7 +210,7 @@ def build_kernels(
     # Another version of the compiler may fuse other products.
     version = hashlib.sha256(_run([compiler, "--version"]).encode()).hexdigest()[:8]
     target = kernels_dir / f"{level.name}-{digest(level)}-{version}.so"
-    if target.is_file():
+    if is_whole(target):
         return target, False
     try:
         kernels_dir.mkdir(parents=True, exist_ok=True)
