@@ -394,6 +394,18 @@ def test_yarn_stretches_the_context_it_was_trained_on(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(runner, (0, 0, text))[0], expected, atol=TOLERANCE, rtol=0)
 
 
+@torch.inference_mode()
+def test_a_rope_of_all_layers_where_each_type_of_layers_has_its_own_is_unread(tmp_path: Path) -> None:
+    """Transformers adds the ropes of the types, computes with those, and leaves the other one beside them."""
+    reference = random_model("gemma3_text", max_position_embeddings=60)
+    reference.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    for original in ({}, {"original_max_position_embeddings": 60}):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": yarn | original}))
+        assert load_directory(tmp_path).info.max_model_len == 60
+
+
 def test_an_untested_type_that_counts_positions_itself_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
