@@ -45,7 +45,15 @@ Parts = Mapping[str, torch.Tensor]
 class _Weights(msgspec.Struct, frozen=True):
     num_bits: int = 8
     group_size: int | None = None
-    block_structure: tuple[int, int] | None = None
+    block_structure: tuple[int, int] | str | None = None
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns, which the first files have as `128x128`. Raises ValueError for other words."""
+        if not isinstance(self.block_structure, str):
+            return self.block_structure
+        rows, columns = map(int, self.block_structure.split("x"))
+        return rows, columns
 
 
 class _Scheme(msgspec.Struct, frozen=True):
@@ -70,7 +78,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_format: str | None = None
     is_marlin_format: bool = False
     version: str | None = None  # of AWQ, which is `format` in files of GPTQModel
-    quant_algo: str = "FP8"
+    quant_algo: str | None = "FP8"  # of ModelOpt; null where only the KV cache was quantised
     sparsity_config: dict[str, Any] | None = None
     transform_config: dict[str, Any] | None = None
     meta: dict[str, Any] | None = None
@@ -123,7 +131,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
             return rows, columns
         if scales.numel() == scales.shape[0] == rows:
             return 1, columns
-        sizes = [self.weight_block_size, *(weights.block_structure for weights in self.schemes)]
+        sizes = [self.weight_block_size, *(weights.block for weights in self.schemes)]
         sizes += [(1, weights.group_size) for weights in self.schemes if weights.group_size]
         for size in sizes:
             if size and min(size) > 0 and scales.shape == (-(-rows // size[0]), -(-columns // size[1])):
@@ -145,7 +153,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
             case "awq":
                 return [(self.version or self.format or "gemm").lower(), f"{self.bits} bits"]
             case "modelopt":
-                return [self.quant_algo]
+                return [self.quant_algo or "no algorithm"]
             case "compressed-tensors":
                 formats = [scheme.format or self.format or "" for scheme in self.config_groups.values()]
                 bits = [f"{weights.num_bits} bits" for weights in self.schemes]
@@ -171,6 +179,8 @@ def _compressed(parts: Parts, quantization: Quantization) -> torch.Tensor:
     zeros = parts.get("weight_zero_point")
     if "weight_packed" in parts:
         words, shape = parts["weight_packed"], parts.get("weight_shape")
+        if shape is None and not quantization.schemes:
+            raise ValueError("neither a weight_shape nor config_groups says how many numbers a row has")
         num_columns = words.shape[1] * 32 // quantization.schemes[0].num_bits if shape is None else int(shape[1])
         num_bits, values = _unpacked(words, num_columns)
         if zeros is None:
@@ -285,7 +295,7 @@ def _of_columns(by_group: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 _METHODS: dict[str, tuple[Callable[[Parts, Quantization], torch.Tensor], tuple[str, ...]]] = {
     "fp8": (_compressed, ("fp8",)),
     "fbgemm-fp8": (_compressed, ("fbgemm-fp8",)),
-    "modelopt": (_compressed, ("FP8",)),
+    "modelopt": (_compressed, ("FP8", "no algorithm")),
     "compressed-tensors": (_compressed, _COMPRESSED_LAYOUTS),
     "gptq": (_gptq, ("gptq", "gptq_v2", *(f"{bits} bits" for bits in _NUM_BITS))),
     "awq": (_awq, ("gemm", "4 bits")),

@@ -99,6 +99,22 @@ def test_modelopt_s_configuration_beside_config_json(tmp_path: Path) -> None:
         assert torch.equal(checkpoint.tensor("a.weight", (64, 96)), expected)
 
 
+@pytest.mark.parametrize("beside", [True, False])
+def test_modelopt_may_have_quantised_a_cache_alone(tmp_path: Path, beside: bool) -> None:
+    section = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    weight = random_weight(64, 96)
+    write(
+        tmp_path,
+        {"a.weight": weight, "a.k_scale": torch.ones(1)},
+        None if beside else section | {"quant_method": "modelopt"},
+    )
+    if beside:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": section}))
+    with Checkpoint(tmp_path) as checkpoint:
+        assert torch.equal(checkpoint.tensor("a.weight", (64, 96)), weight)
+        checkpoint.check_all_read(ignored=())
+
+
 def test_zeros_that_are_not_packed_as_the_numbers_are(tmp_path: Path) -> None:
     """As the first versions of compressed-tensors wrote them, each in a byte with its sign."""
     method = FORMATS["compressed-tensors, W4A16, zeros"]
@@ -121,6 +137,24 @@ def test_a_packed_weight_that_does_not_say_its_shape(tmp_path: Path) -> None:
     parts, expected = FORMATS["compressed-tensors, W4A16"].store(random_weight(64, 96))
     del parts["weight_shape"]
     with Checkpoint(write(tmp_path, of_module("a", parts), FORMATS["compressed-tensors, W4A16"].config)) as checkpoint:
+        assert torch.equal(checkpoint.tensor("a.weight", (64, 96)), expected)
+
+
+def test_a_packed_weight_of_which_nothing_says_the_shape(tmp_path: Path) -> None:
+    parts, _ = FORMATS["compressed-tensors, W4A16"].store(random_weight(64, 96))
+    del parts["weight_shape"]
+    config = FORMATS["compressed-tensors, W4A16"].config | {"config_groups": {}}
+    checkpoint = Checkpoint(write(tmp_path, of_module("a", parts), config))
+    with checkpoint, pytest.raises(ConfigError, match="neither a weight_shape nor config_groups says"):
+        checkpoint.tensor("a.weight", (64, 96))
+
+
+def test_a_block_structure_in_words(tmp_path: Path) -> None:
+    """As the first versions of compressed-tensors wrote it."""
+    method = FORMATS["compressed-tensors, fp8, blocks"]
+    parts, expected = method.store(random_weight(64, 96))
+    config = compressed("float-quantized", type="float", strategy="block", block_structure="24x24")
+    with Checkpoint(write(tmp_path, of_module("a", parts), config)) as checkpoint:
         assert torch.equal(checkpoint.tensor("a.weight", (64, 96)), expected)
 
 
