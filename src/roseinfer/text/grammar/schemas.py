@@ -6,11 +6,13 @@ from typing import Any, TypeGuard
 
 _DATA_KEYS = frozenset({"const", "enum", "default", "examples"})
 _NAMING_KEYS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-# What excludes nothing, and the library does not know; zod writes the names' type for each record.
+# What excludes nothing, and the library does not know; zod writes the names' type for each record, and pydantic these
+# formats for secrets, bytes and paths.
 _VOID: Sequence[tuple[str, object]] = (
     ("uniqueItems", False),
     ("propertyNames", {"type": "string"}),
     ("propertyNames", {}),
+    *(("format", name) for name in ("password", "binary", "path", "file-path", "directory-path")),
 )
 _MINIMA, _MAXIMA = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _LEAST_ABOVE_0 = 1e-30  # the library writes bounds out, and not with hundreds of zeros

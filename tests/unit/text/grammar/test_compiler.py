@@ -159,6 +159,14 @@ def test_a_keyword_that_excludes_nothing_may_stand_anywhere(vocabulary: Vocabula
     assert follow(vocabulary, schema({"const": void}), json.dumps(void)).is_over
 
 
+@pytest.mark.parametrize("name", ["password", "binary", "path", "file-path", "directory-path"])
+def test_a_format_that_excludes_nothing_is_any_text(vocabulary: Vocabulary, name: str) -> None:
+    """The library refuses formats that it does not know; pydantic writes these."""
+    of = {"type": "array", "prefixItems": [{"type": "string", "format": name}], "items": False, "minItems": 1}
+    assert follow(vocabulary, schema(of), '["a b"]').is_over
+    assert follow(vocabulary, schema({"const": {"format": name}}), json.dumps({"format": name})).is_over
+
+
 def test_data_in_a_schema_stays_as_it_is(vocabulary: Vocabulary) -> None:
     data = {"exclusiveMinimum": 0, "maximum": 0.5}
     for of in ({"const": data}, {"enum": [data]}):
