@@ -275,6 +275,11 @@ class RequestTimeline:
         """The newest token's."""
         return self.arrivals[-1] if self.arrivals else None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended by a fault of the server's."""
+        return self.finish_reason in {FinishReason.ERROR, FinishReason.TIMEOUT}
+
     def stamp(self, times: EngineTimes) -> None:
         """Copy in what the engine reports."""
         if self.resumed_ns and times.preempted_ns != self.preempted_ns:

@@ -21,7 +21,6 @@ from roseinfer.records import (
     Advanced,
     Arrival,
     Delivery,
-    FinishReason,
     LifecycleState,
     Observer,
     RequestTimeline,
@@ -39,7 +38,6 @@ _FACTS = (
     *("on_lifecycle", "on_start", "on_refusal", "on_step", "on_write", "on_finish"),
     *("on_stall", "on_rest", "on_resume"),
 )
-_FAULTS = frozenset({FinishReason.ERROR, FinishReason.TIMEOUT})
 _Facts = list[tuple[str, tuple[Any, ...]]]
 _What = ParamSpec("_What")
 
@@ -233,7 +231,7 @@ class Hub(WriteObserver):
 
     def on_finish(self, timeline: RequestTimeline) -> None:
         self._ends[timeline.request_id] = timeline
-        if not self._max_delay_s or len(self._ends) >= MAX_ENDS or timeline.finish_reason in _FAULTS:
+        if not self._max_delay_s or len(self._ends) >= MAX_ENDS or timeline.has_failed:
             self.catch_up()
         else:
             self._catch_up_soon()

@@ -22,7 +22,7 @@ import numpy as np
 from roseinfer.config.options import ObserveConfig
 from roseinfer.observe.gaps import intervals
 from roseinfer.observe.metrics.catalogue import NS_PER_S, token_gaps_s
-from roseinfer.records import Advanced, FinishReason, LifecycleState, Observer, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, LifecycleState, Observer, RequestTimeline, StepRecord
 
 logger = logging.getLogger(__name__)
 requests = logging.getLogger("roseinfer.requests")  # `roseinfer.access` is the server's: HTTP and its status
@@ -210,8 +210,7 @@ class Logs(Observer):
             self._begin(record.end_ns)
 
     def on_finish(self, timeline: RequestTimeline) -> None:
-        is_fault = timeline.finish_reason in {FinishReason.ERROR, FinishReason.TIMEOUT}
-        level = logging.WARNING if is_fault else logging.INFO
+        level = logging.WARNING if timeline.has_failed else logging.INFO
         if not requests.isEnabledFor(level):
             return
         fields = {

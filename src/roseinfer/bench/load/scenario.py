@@ -15,7 +15,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from roseinfer.bench.load.plan import NS_PER_S, PlannedRequest, Segment, prompt_segments
+from roseinfer.bench.load.plan import NS_PER_S, PlannedRequest, Segment, prompt_segments, refuse_flags
 from roseinfer.bench.options import MAX_REQUESTS, lengths_of
 from roseinfer.config.sources import NO_YAML, read_yaml, yaml_problem
 from roseinfer.errors import ConfigError
@@ -197,9 +197,8 @@ def apply_scenario(arguments: argparse.Namespace) -> None:
     """
     if arguments.scenario is None:
         return
-    for name in _SAID_BY_SCENARIO:
-        if name in arguments and getattr(arguments, name) != arguments.parser.get_default(name):
-            raise ConfigError("has no meaning beside --scenario: the file says it", param="--" + name.replace("_", "-"))
+    said = [name for name in _SAID_BY_SCENARIO if name in arguments]
+    refuse_flags(arguments, said, "has no meaning beside --scenario: the file says it")
     scenario = load_scenario(arguments.scenario)
     arguments.scenario_file, arguments.scenario = arguments.scenario, scenario
     arguments.prompt_tokens, arguments.max_tokens = scenario.prompt_tokens, scenario.max_tokens

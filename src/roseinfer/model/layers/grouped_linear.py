@@ -12,14 +12,14 @@ from roseinfer.model.device import DTYPES, Parts, Placement, dtype_name
 from roseinfer.model.layers.activation import ACTIVATIONS, Activation, activated
 from roseinfer.model.layers.int4 import GROUP, MIDDLE, grouped_rows
 from roseinfer.model.layers.int8 import quantized_rows
-from roseinfer.model.layers.packed_linear import RegisterDescriptor, RegisterLinear
+from roseinfer.model.layers.packed_linear import KernelLinear, RegisterDescriptor, RegisterLinear
 from roseinfer.model.layers.pieces import pieces_of
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _COUNT_BYTES = 24  # of the numbers of a GroupCount, and of zeros that are not in the middle
 
 
-class GroupedLinear:
+class GroupedLinear(KernelLinear):
     """x [rows, inputs] of the placement's dtype -> activation(x Wᵀ + b) [rows, outputs] of `dtype`, W in int4.
 
     In registers, at every level of the kernels, and on AMX tiles where there are many rows.
@@ -35,12 +35,10 @@ class GroupedLinear:
         order: torch.Tensor | None = None,
     ) -> None:
         assert placement.kernels is not None
-        self._num_outputs, self._num_inputs = sum(map(len, weight)), weight[0].shape[1]
-        self._input_dtype, self._dtype = placement.dtype, dtype
+        super().__init__(weight, bias, dtype, placement)
         self._order = None if order is None else order.to(torch.int32, copy=True)
         self._pack(weight, placement)
-        self._bias = None if bias is None else bias.to(torch.float32, copy=True)
-        self._descriptor = RegisterDescriptor(
+        descriptor = RegisterDescriptor(
             weight=self._weight.data_ptr(),
             scales=self._scales.data_ptr(),
             zeros=_address(self._zeros),
@@ -52,10 +50,8 @@ class GroupedLinear:
             activation=ACTIVATIONS.index(activation),
             is_output_float32=dtype == torch.float32,
         )
-        self._reference = ctypes.byref(self._descriptor)
-        name, argtypes = dtype_name(placement.dtype), (ctypes.POINTER(RegisterDescriptor), _POINTER, _SIZE, _POINTER)
-        self._multiply = placement.kernels.function(f"roseinfer_linear_int4_of_{name}", *argtypes)
-        self._unpack = placement.kernels.function("roseinfer_linear_rows_int4", *argtypes)
+        multiply = f"roseinfer_linear_int4_of_{dtype_name(placement.dtype)}"
+        self._bind(placement.kernels, descriptor, multiply, "roseinfer_linear_rows_int4")
 
     def _pack(self, weight: Parts, placement: Placement) -> None:
         multiple, num_groups = RegisterLinear.outputs_multiple, -(-self._num_inputs // GROUP)
@@ -96,20 +92,6 @@ class GroupedLinear:
         pack(piece.data_ptr(), _address(self._order), *piece.shape, *to, counts.data_ptr())
         found: list[int] = counts.tolist()
         return found
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        assert x.dtype == self._input_dtype
-        assert x.shape[1] == self._num_inputs
-        x = x.contiguous()
-        out = x.new_empty(x.shape[0], self._num_outputs, dtype=self._dtype)
-        self._multiply(self._reference, x.data_ptr(), x.shape[0], out.data_ptr())
-        return out
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        ids = ids.contiguous()
-        out = torch.empty(len(ids), self._num_inputs)
-        self._unpack(self._reference, ids.data_ptr(), len(ids), out.data_ptr())
-        return out
 
 
 class TorchGroupedLinear:

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from roseinfer.model.device import Parts, Placement, dtype_name
+from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.layers.activation import ACTIVATIONS, Activation
 from roseinfer.model.layers.int8 import quantized_piece
 from roseinfer.model.layers.pieces import pieces_of
@@ -47,7 +48,37 @@ class RegisterDescriptor(ctypes.Structure):
     )
 
 
-class PackedLinear:
+class KernelLinear:
+    """What linears have in common whose products are calls of our kernels."""
+
+    def __init__(self, weight: Parts, bias: torch.Tensor | None, dtype: torch.dtype, placement: Placement) -> None:
+        self._num_outputs, self._num_inputs = sum(map(len, weight)), weight[0].shape[1]
+        self._input_dtype, self._dtype = placement.dtype, dtype
+        self._num_padding = 0  # numbers that rows of x lack
+        self._bias = None if bias is None else bias.to(torch.float32, copy=True)
+
+    def _bind(self, kernels: Kernels, descriptor: ctypes.Structure, multiply: str, unpack: str) -> None:
+        """Take the functions of these names, which read the descriptor at each call."""
+        self._descriptor, self._reference = descriptor, ctypes.byref(descriptor)
+        argtypes = ctypes.POINTER(type(descriptor)), _POINTER, _SIZE, _POINTER
+        self._multiply, self._unpack = kernels.function(multiply, *argtypes), kernels.function(unpack, *argtypes)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        ids = ids.contiguous()
+        out = torch.empty(len(ids), self._num_inputs)
+        self._unpack(self._reference, ids.data_ptr(), len(ids), out.data_ptr())
+        return out
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == self._input_dtype
+        assert x.shape[1] == self._num_inputs
+        x = functional.pad(x, (0, self._num_padding)) if self._num_padding else x.contiguous()
+        out = x.new_empty(x.shape[0], self._num_outputs, dtype=self._dtype)
+        self._multiply(self._reference, x.data_ptr(), x.shape[0], out.data_ptr())
+        return out
+
+
+class PackedLinear(KernelLinear):
     """x [rows, inputs] of the placement's dtype -> activation(x Wᵀ + b) [rows, outputs] of `dtype`.
 
     W is of the placement's dtype, or int8 with a scale for each output, which makes each row of x int8 too, on the way.
@@ -68,15 +99,12 @@ class PackedLinear:
         placement: Placement,
     ) -> None:
         assert placement.kernels is not None
-        self._num_outputs, self._num_inputs = sum(map(len, weight)), weight[0].shape[1]
-        self._input_dtype, self._dtype = placement.dtype, dtype
-        self._num_padding = 0  # numbers that rows of x lack
+        super().__init__(weight, bias, dtype, placement)
         is_quantized = placement.quantization == "int8"
         stored = torch.int8 if is_quantized else placement.dtype
         self._weight, *further = self._packed(weight, stored, placement)
         self._scales = further[0].view(torch.float32) if is_quantized else None
-        self._bias = None if bias is None else bias.to(torch.float32, copy=True)
-        self._descriptor = self.descriptor_type(
+        descriptor = self.descriptor_type(
             weight=self._weight.data_ptr(),
             scales=None if self._scales is None else self._scales.data_ptr(),
             bias=None if self._bias is None else self._bias.data_ptr(),
@@ -86,12 +114,9 @@ class PackedLinear:
             is_output_float32=dtype == torch.float32,
             **self._further_fields(stored, further),
         )
-        self._reference = ctypes.byref(self._descriptor)
         source = f"_of_{dtype_name(placement.dtype)}" if is_quantized else ""
         name = self.type_names[stored]
-        argtypes = ctypes.POINTER(self.descriptor_type), _POINTER, _SIZE, _POINTER
-        self._multiply = placement.kernels.function(f"roseinfer_linear_{name}{source}", *argtypes)
-        self._unpack = placement.kernels.function(f"roseinfer_linear_rows_{name}", *argtypes)
+        self._bind(placement.kernels, descriptor, f"roseinfer_linear_{name}{source}", f"roseinfer_linear_rows_{name}")
 
     def _packed(self, weight: Parts, stored: torch.dtype, placement: Placement) -> list[torch.Tensor]:
         """The weight in the kernels' order, as bytes; of int8 also the scales, and what the subclass needs beside."""
@@ -124,20 +149,6 @@ class PackedLinear:
 
     def _num_row_bytes(self, stored: torch.dtype) -> int:
         return -(-self._num_inputs * stored.itemsize // self.bytes_multiple) * self.bytes_multiple
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        ids = ids.contiguous()
-        out = torch.empty(len(ids), self._num_inputs)
-        self._unpack(self._reference, ids.data_ptr(), len(ids), out.data_ptr())
-        return out
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        assert x.dtype == self._input_dtype
-        assert x.shape[1] == self._num_inputs
-        x = functional.pad(x, (0, self._num_padding)) if self._num_padding else x.contiguous()
-        out = x.new_empty(x.shape[0], self._num_outputs, dtype=self._dtype)
-        self._multiply(self._reference, x.data_ptr(), x.shape[0], out.data_ptr())
-        return out
 
 
 class TileLinear(PackedLinear):

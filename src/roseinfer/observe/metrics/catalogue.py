@@ -262,7 +262,7 @@ def finish_reason(timeline: RequestTimeline) -> str:
 
 
 def server_faults(timeline: RequestTimeline) -> Sequence[float]:
-    return (1,) if finish_reason(timeline) in {FinishReason.ERROR, FinishReason.TIMEOUT} else ()
+    return (1,) if timeline.has_failed else ()
 
 
 def error_type(timeline: RequestTimeline) -> tuple[str]:

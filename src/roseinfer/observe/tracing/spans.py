@@ -26,7 +26,7 @@ from opentelemetry.trace import (
 from roseinfer.observe.gaps import intervals
 from roseinfer.observe.gaps.request_gaps import Gap
 from roseinfer.observe.tracing import semconv
-from roseinfer.records import FinishReason, RequestTimeline, StepRecord
+from roseinfer.records import RequestTimeline, StepRecord
 
 NS_PER_S = 1e9
 MAX_GAP_EVENTS = 3  # of each request
@@ -101,7 +101,7 @@ class Spans:
         whole = self._begin(part, context.parent, kind=SpanKind.SERVER)
         for name, at_ns, details in (*_preemptions(timeline), *map(_slow_gap, context.slow_gaps)):
             whole.add_event(name, details, at_ns + self._offset_ns)
-        if timeline.finish_reason in {FinishReason.ERROR, FinishReason.TIMEOUT}:
+        if timeline.has_failed:
             whole.set_status(StatusCode.ERROR, timeline.error_code)
         self._end_with(whole, part, request_parts(timeline))
 

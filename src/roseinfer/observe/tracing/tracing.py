@@ -30,7 +30,7 @@ from roseinfer.observe.tracing import semconv
 from roseinfer.observe.tracing.export import SpanExport
 from roseinfer.observe.tracing.head_sampling import HeadSampler, make_propagator, make_sampler
 from roseinfer.observe.tracing.spans import MAX_GAP_EVENTS, PlannedIds, Spans, TraceContext, Value
-from roseinfer.records import Advanced, FinishReason, LifecycleState, Observer, RequestTimeline, StepRecord
+from roseinfer.records import Advanced, LifecycleState, Observer, RequestTimeline, StepRecord
 
 _DEFAULT_MAX_QUEUED, _DEFAULT_MAX_BATCH = 2048, 512  # spans, as in the SDK, which refuses a batch above the queue
 _MAX_RECENT_STEPS = 256  # in which a slow gap is looked up that has just been found
@@ -139,8 +139,8 @@ class Tracing(Observer):
         """Returns whether it ended badly, or was late with its first token; slow gaps came before."""
         firsts_ns = (timeline.write_ns if timeline.is_streamed else timeline.token_ns)[:1]
         is_late = any(first_ns - timeline.recv_ns > self._slow_ttft_ns for first_ns in firsts_ns)
-        has_failed = timeline.finish_reason in {FinishReason.ERROR, FinishReason.TIMEOUT}
-        return is_late or has_failed or timeline.error_code == QueueTimeout.code  # also before the engine heard of it
+        # The time for the queue may be over before the engine has heard of the request.
+        return is_late or timeline.has_failed or timeline.error_code == QueueTimeout.code
 
     def _note_slow_step(self, step_id: int) -> None:
         """Exports the step, once however many gaps it ended; if it is not known yet, when it is."""
