@@ -23,7 +23,6 @@ from roseinfer.observe.recorder import capture
 from roseinfer.observe.telemetry.link import Link
 from roseinfer.observe.telemetry.process import Setup
 from roseinfer.observe.telemetry.receiver import Receiver
-from roseinfer.runtime.file_watch import WATCH_INTERVAL_S
 from roseinfer.runtime.fork_server import fork_children, receive_descriptors
 from roseinfer.runtime.frames import receive_frame
 from roseinfer.runtime.niceness import FRONT_END_NICENESS, TELEMETRY_NICENESS, be_nicer, take_turns
@@ -126,8 +125,8 @@ async def _ops_port(
     runner = build_runner(ops_app, _OPS_CLOSE_S)
     await runner.setup()
     watching = None
-    if keys is not None and keys.path is not None:
-        watching = asyncio.create_task(keys.files.watch(keys.read, keys.replace, WATCH_INTERVAL_S))
+    if keys is not None:
+        watching = asyncio.create_task(keys.files.watch(keys.read, keys.replace))
     listening = [await runner.listen_at(socket.socket(fileno=descriptor)) for descriptor in ports]
     gc.collect()
     gc.freeze()  # what it has made, which later collections need not walk

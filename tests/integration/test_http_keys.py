@@ -33,7 +33,7 @@ def write_certificate(directory: Path, name: str) -> tuple[str, str]:
 @asynccontextmanager
 async def running(directory: Path, monkeypatch: pytest.MonkeyPatch, **server: Any) -> AsyncIterator[str]:
     """The URL of a whole server over a scripted engine, which looks at its files many times a second."""
-    monkeypatch.setattr(lifecycle, "WATCH_INTERVAL_S", 0.02)
+    monkeypatch.setattr(watched_files, "WATCH_INTERVAL_S", 0.02)
     engine = ScriptedEngine(says("a"), engine_info(checkpoint_dir=str(write_checkpoint(directory))))
     engine.started.set()
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()

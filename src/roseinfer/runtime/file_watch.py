@@ -41,14 +41,14 @@ class WatchedFiles:
         self._paths = paths
         self._seen = state_of(paths)
 
-    async def watch(self, read: Callable[[], T], take: Callable[[T], None], interval_s: float) -> None:
-        """After each change, call `read` in a thread and `take` with its result on the loop; never returns.
+    async def watch(self, read: Callable[[], T], take: Callable[[T], None]) -> None:
+        """After each change, call `read` in a thread and `take` with its result on the loop. Without files it returns.
 
         When `read` fails, the error is logged and the result before stays; the next change is the next attempt.
         """
         names = ", ".join(map(str, self._paths))
-        while True:
-            await asyncio.sleep(interval_s)
+        while self._paths:
+            await asyncio.sleep(WATCH_INTERVAL_S)
             now = await asyncio.to_thread(state_of, self._paths)
             if now == self._seen:
                 continue

@@ -69,7 +69,7 @@ class ForkServer:
     """
 
     def __init__(
-        self, command: Sequence[str], setup: bytes, descriptors: Sequence[int] = (), begun: "Begun | None" = None
+        self, command: Sequence[str], setup: bytes, descriptors: Sequence[int] = (), begun: Begun | None = None
     ) -> None:
         self._command = command
         self._setup = setup
@@ -104,7 +104,7 @@ class ForkServer:
         for descriptor in (*self._descriptors, connection.fileno()):
             socket.send_fds(self._control, [b"\0"], [descriptor])
 
-    def _start(self) -> "Begun":
+    def _start(self) -> Begun:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [*self._command, str(theirs.fileno())]

@@ -27,7 +27,6 @@ from roseinfer.errors import ConfigError, EngineError, EngineFailed, NotReady
 from roseinfer.messages import StartupProgress
 from roseinfer.records import LifecycleState, Observer
 from roseinfer.runtime import memory
-from roseinfer.runtime.file_watch import WATCH_INTERVAL_S
 from roseinfer.server.app import Instruments, Telemetry, build_app, build_ops_app, build_runner
 from roseinfer.server.connection.api_keys import ApiKeys
 from roseinfer.server.connection.connection import require_compiled_parser
@@ -74,10 +73,10 @@ async def run(
         service = Service(config, client, observer, keys, instruments.ledgers, instruments.grammar_checker)
         try:
             async with _Tasks() as tasks, _listening(service, instruments, certificate) as url:
-                if keys is not None and keys.path is not None:
-                    tasks.spawn(keys.files.watch(keys.read, keys.replace, WATCH_INTERVAL_S))
+                if keys is not None:
+                    tasks.spawn(keys.files.watch(keys.read, keys.replace))
                 if certificate is not None:
-                    tasks.spawn(certificate.files.watch(certificate.read, certificate.replace, WATCH_INTERVAL_S))
+                    tasks.spawn(certificate.files.watch(certificate.read, certificate.replace))
                 start = partial(_start, service, load_text, instruments.telemetry)
                 exit_code = await _serve(service, start, signals, lambda: on_ready(url), Restarts(config.engine))
         finally:

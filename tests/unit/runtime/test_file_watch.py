@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from roseinfer.errors import ConfigError
+from roseinfer.runtime import file_watch
 from roseinfer.runtime.file_watch import WatchedFiles
 
 INTERVAL_S = 0.01
@@ -34,7 +35,7 @@ class Reader:
 
 @asynccontextmanager
 async def watched(reader: Reader) -> AsyncIterator[None]:
-    task = asyncio.create_task(reader.files.watch(reader.read, reader.taken.put_nowait, INTERVAL_S))
+    task = asyncio.create_task(reader.files.watch(reader.read, reader.taken.put_nowait))
     try:
         yield
     finally:
@@ -46,8 +47,9 @@ async def watched(reader: Reader) -> AsyncIterator[None]:
     "failure", [ConfigError("It is odd."), OSError("It is gone."), UnicodeDecodeError("utf-8", b"\xff", 0, 1, "odd")]
 )
 async def test_a_reading_that_fails_is_logged_and_the_next_change_is_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, failure: Exception
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
+    monkeypatch.setattr(file_watch, "WATCH_INTERVAL_S", INTERVAL_S)
     reader = Reader(tmp_path / "watched")
     async with watched(reader):
         reader.failure = failure
