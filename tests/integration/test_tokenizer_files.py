@@ -18,7 +18,8 @@ from roseinfer.errors import ConfigError
 from roseinfer.text.grammar.compiler import Vocabulary
 from roseinfer.text.tokenizer import files as tokenizer_files
 from roseinfer.text.tokenizer.files import tokenizer_file
-from roseinfer.text.tokenizer.tokenizer import _BYTE_OF, Tokenizer
+from roseinfer.text.tokenizer.tokenizer import Tokenizer
+from roseinfer.text.tokenizer.vocabulary import _BYTE_OF
 from tests.repo.tree import ROOT
 
 TEXTS = [

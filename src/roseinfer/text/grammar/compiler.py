@@ -27,7 +27,8 @@ from roseinfer.text.grammar.source import GrammarCache
 from roseinfer.text.grammar.thoughts import ThoughtMatcher, ThoughtTokens
 from roseinfer.text.grammar.tokenizer_file import TokenizerFile
 from roseinfer.text.tokenizer.added_tokens import tokenizer_json
-from roseinfer.text.tokenizer.tokenizer import TokenTexts, read_library_tokenizer
+from roseinfer.text.tokenizer.tokenizer import read_library_tokenizer
+from roseinfer.text.tokenizer.vocabulary import TokenTexts
 
 # In which the worst expression grows by about 5 MiB; a usual one is done with growing before.
 MAX_FOLLOWED_NS = 50_000_000

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from roseinfer.text.answers.tool_formats import CALL_TAGS
-from roseinfer.text.tokenizer.tokenizer import byte_spelling
+from roseinfer.text.tokenizer.vocabulary import byte_spelling
 
 MAX_TOKEN_CHARS = 255
 # A name for a control token that no text contains: it begins with a code point that Unicode reserves for no character.

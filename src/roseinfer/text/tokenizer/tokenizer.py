@@ -1,25 +1,16 @@
-"""Turns text into token ids, and a token id into the bytes it stands for.
-
-Any vocabulary is a table from id to bytes: byte-level ones (GPT-2, Llama 3, Qwen) spell each byte as one printable
-character, SentencePiece ones (Llama 2, Mistral) write a space as U+2581 and odd bytes as `<0xNN>`; WordPiece marks what
-goes on with a word (`##`), older BPE what ends one (`</w>`).
-"""
+"""Turns text into token ids, and a token id into the bytes it stands for."""
 
 import asyncio
 import gc
-import re
-from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import tokenizers
 from tokenizers import models, processors
 
@@ -30,12 +21,11 @@ from roseinfer.text.answers.reasoning import REASONING_TAGS
 from roseinfer.text.answers.tool_formats import CALL_TAGS
 from roseinfer.text.tokenizer.added_tokens import tokenizer_json
 from roseinfer.text.tokenizer.files import read_json, token_text
+from roseinfer.text.tokenizer.vocabulary import AddedToken, TokenTexts, most_chars_per_token, spelling_of
 
 INLINE_CHARS = 4096  # about a millisecond of encoding; a hop to a thread costs a tenth of that
 LONG_CHARS = 128 * 1024  # encoding takes a few hundred bytes of memory for each token: longer texts wait for each other
 _LONG_NICENESS = 10  # more than the event loop, which so has ten times the weight where processors are too few
-_SPACE = " "
-_KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace"})  # pre-tokenizers that drop no character
 
 T = TypeVar("T")
 
@@ -63,35 +53,6 @@ class TokenizerConfig:
         )
 
 
-class TokenTexts:
-    """The bytes of a vocabulary's tokens, in one object: 150,000 take 10 MB more."""
-
-    def __init__(self, texts: Iterable[bytes]) -> None:
-        joined, self._starts = bytearray(), array("I", [0])
-        for text in texts:
-            joined += text
-            joined.append(0xFF)  # a byte that is in no text but its own token's
-            self._starts.append(len(joined))
-        self._joined = bytes(joined)
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    def __getitem__(self, token_id: int) -> bytes:
-        return self._joined[self._starts[token_id] : self._starts[token_id + 1] - 1]
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """How many bytes each token has."""
-        starts = np.array(self._starts, np.int64)
-        return starts[1:] - starts[:-1] - 1
-
-    def find(self, pattern: bytes) -> npt.NDArray[np.intp]:
-        """The tokens in which a pattern is found that does not match the byte 255."""
-        places = [found.start() for found in re.finditer(pattern, self._joined)]
-        return np.searchsorted(np.array(self._starts, np.int64), places, side="right") - 1
-
-
 class _Merges(msgspec.Struct, tag="BPE"):
     """The model of a vocabulary with merges, by the library's names."""
 
@@ -104,15 +65,6 @@ class _Merges(msgspec.Struct, tag="BPE"):
     fuse_unk: bool = False
     byte_fallback: bool = False
     ignore_merges: bool = False
-
-
-class _AddedToken(msgspec.Struct):
-    content: str
-    single_word: bool
-    lstrip: bool
-    rstrip: bool
-    normalized: bool
-    special: bool
 
 
 def read_library_tokenizer(content: bytes) -> tokenizers.Tokenizer:
@@ -133,7 +85,7 @@ def read_library_tokenizer(content: bytes) -> tokenizers.Tokenizer:
 
 def _read_merges(content: bytes) -> tokenizers.Tokenizer:
     file = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
-    added = msgspec.json.decode(file["added_tokens"], type=list[_AddedToken])
+    added = msgspec.json.decode(file["added_tokens"], type=list[AddedToken])
     model = msgspec.json.decode(file["model"], type=_Merges)
     options = {name: value for name, value in msgspec.structs.asdict(model).items() if value is not None}
     options["merges"] = [tuple(merge.split(" ")) if isinstance(merge, str) else merge for merge in model.merges]
@@ -143,12 +95,6 @@ def _read_merges(content: bytes) -> tokenizers.Tokenizer:
     inner.model = models.BPE(**options)
     inner.add_tokens([tokenizers.AddedToken(**msgspec.structs.asdict(token)) for token in added])  # by the order
     return inner
-
-
-class _DecoderFile(msgspec.Struct):
-    """What of tokenizer.json decides how a token spells its bytes."""
-
-    decoder: dict[str, Any] | None = None
 
 
 class Tokenizer:
@@ -183,12 +129,12 @@ class Tokenizer:
         """Read the content of a `tokenizer.json`; without a `config`, nothing else is said of it."""
         try:
             inner = read_library_tokenizer(content)
-            decoder = msgspec.json.decode(content, type=_DecoderFile).decoder
+            spell = spelling_of(content)
         except ValueError as error:
             raise ConfigError(f"tokenizer.json cannot be read: {error}.", param="model.path") from None
         if config is not None and config.adds_bos is not None:
             inner.post_processor = _frame(inner, config)
-        return cls(inner, _spelling(decoder), content)
+        return cls(inner, spell, content)
 
     def check_length(self, texts: Sequence[str], max_model_len: int, names: Sequence[PromptName]) -> None:
         """Raise PromptTooLong for a text that cannot fit, whatever its tokens are."""
@@ -322,126 +268,3 @@ def _frame(inner: tokenizers.Tokenizer, config: TokenizerConfig) -> processors.T
     return processors.TemplateProcessing(
         single=[piece for piece in pieces if piece is not None], special_tokens=list(token_ids.items())
     )
-
-
-def byte_spelling(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | None:
-    """How pieces spell bytes; None where they spell words, with blanks between them that no piece has."""
-    kinds = _kinds(decoder, "decoders")
-    if "ByteLevel" in kinds:
-        return _byte_level_bytes
-    return _sentencepiece_bytes if kinds & {"ByteFallback", "Metaspace"} else None
-
-
-def _spelling(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
-    if (spell := byte_spelling(decoder)) is not None:
-        return spell
-    if decoder is None:
-        return _word_bytes
-    for part in _parts(decoder, "decoders"):
-        if part["type"] == "WordPiece":
-            return partial(_word_piece_bytes, part["prefix"])
-        if part["type"] == "BPEDecoder":
-            return partial(_suffixed_bytes, part["suffix"])
-    raise ConfigError(
-        "tokenizer.json: its decoder is none of those whose tokens are bytes: ByteLevel, ByteFallback, Metaspace, "
-        "WordPiece, BPEDecoder.",
-        param="model.path",
-    )
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's bijection: a printable Latin-1 character is its own byte, the other 68 bytes are U+0100 onwards."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_alphabet()
-_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-def _byte_level_bytes(piece: str) -> bytes:
-    try:
-        return bytes(map(_BYTE_OF.__getitem__, piece))
-    except KeyError:  # an added token is plain text
-        return piece.encode()
-
-
-def _sentencepiece_bytes(piece: str) -> bytes:
-    if found := _BYTE_PIECE.fullmatch(piece):
-        return bytes([int(found[1], 16)])
-    return piece.replace("\u2581", " ").encode()
-
-
-def _word_bytes(piece: str) -> bytes:
-    """Without a decoder `tokenizers` puts a space between tokens."""
-    return f" {piece}".encode()
-
-
-def _word_piece_bytes(prefix: str, piece: str) -> bytes:
-    """A piece with the prefix goes on with a word, any other begins one behind a space."""
-    return piece.removeprefix(prefix).encode() if piece.startswith(prefix) else f" {piece}".encode()
-
-
-def _suffixed_bytes(suffix: str, piece: str) -> bytes:
-    """A piece with the suffix ends a word, and a space follows."""
-    return (piece.removesuffix(suffix) + " " if piece.endswith(suffix) else piece).encode()
-
-
-class _Model(msgspec.Struct):
-    type: str | None = None
-    byte_fallback: bool = False
-
-
-class _TokenizerFile(msgspec.Struct):
-    """What of tokenizer.json decides whether text can vanish."""
-
-    model: _Model
-    normalizer: dict[str, Any] | None = None
-    pre_tokenizer: dict[str, Any] | None = None
-    added_tokens: list[_AddedToken] = []
-
-
-def most_chars_per_token(content: bytes, texts: TokenTexts) -> int | None:
-    """Most characters that one token stands for, the longest piece, to refuse long texts; None where text may vanish.
-
-    Text vanishes in normalizers that fold or strip, in pre-tokenizers that remove, around added tokens that take the
-    space beside them, and where the vocabulary has not every single byte.
-    """
-    try:
-        file = msgspec.json.decode(content, type=_TokenizerFile)
-    except ValueError:  # of an older form
-        return None
-    lengths = texts.lengths
-    of_one_byte = {texts[token_id] for token_id in np.flatnonzero(lengths == 1).tolist()}
-    is_certain = (
-        file.model.type == "BPE"
-        and (file.model.byte_fallback or "ByteLevel" in _kinds(file.pre_tokenizer, "pretokenizers"))
-        and len(of_one_byte) == 256
-        and all(_keeps(part) for part in _parts(file.normalizer, "normalizers"))
-        and all(_drops_nothing(part) for part in _parts(file.pre_tokenizer, "pretokenizers"))
-        and not any(token.lstrip or token.rstrip for token in file.added_tokens)
-    )
-    return int(lengths.max()) if is_certain else None
-
-
-def _kinds(step: dict[str, Any] | None, sequence: str) -> set[str]:
-    return {part["type"] for part in _parts(step, sequence)}
-
-
-def _parts(step: dict[str, Any] | None, sequence: str) -> list[dict[str, Any]]:
-    """The parts of a step that is a sequence, at any depth, or the step alone."""
-    if step is None:
-        return []
-    return [leaf for part in step[sequence] for leaf in _parts(part, sequence)] if sequence in step else [step]
-
-
-def _keeps(normalizer: dict[str, Any]) -> bool:
-    """It only adds text, or writes spaces as SentencePiece does."""
-    is_about_spaces = normalizer["type"] == "Replace" and normalizer.get("pattern") == {"String": _SPACE}
-    return normalizer["type"] == "Prepend" or (is_about_spaces and normalizer.get("content") == "\u2581")
-
-
-def _drops_nothing(pre_tokenizer: dict[str, Any]) -> bool:
-    kind = pre_tokenizer["type"]
-    return kind in _KEEPING or (kind == "Split" and pre_tokenizer.get("behavior") != "Removed")
