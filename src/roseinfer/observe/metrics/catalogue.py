@@ -359,7 +359,8 @@ _LATENCIES = (
         "roseinfer_prefill_seconds",
         WAIT_S,
         intervals.prefill_ns,
-        "First time in a batch (t_sched) → first token known on the host (t_tok[0]). Once per request with a token.",
+        "First time in a batch (t_sched) → first token known on the host (t_tok[0]). Once per request with a token; "
+        "waits after a preemption are in it.",
     ),
     histogram(
         "roseinfer_time_to_first_token_seconds",
