@@ -25,6 +25,7 @@ from roseinfer.errors import (
 )
 from roseinfer.records import LifecycleState
 from roseinfer.server.api.errors import error_body
+from roseinfer.server.api.event_stream import escape_line_ends
 from roseinfer.server.api.parsing import IGNORED
 from roseinfer.server.connection.api_keys import NO_KEY, Caller
 from roseinfer.server.connection.body_budget import HELD_BYTES, HeldBytes
@@ -276,7 +277,8 @@ async def _end_stream(request: web.Request, stream: web.StreamResponse, error: R
     with contextlib.suppress(ConnectionError, TimeoutError):
         if not request.protocol.writing_paused:  # else its buffers are full, and aiohttp's waiter for them is spent
             async with asyncio.timeout(FAREWELL_TIMEOUT_S):
-                await stream.write(exchange.failure_frames(error, await exchange.fetch_ledgers()))
+                events = exchange.failure_frames(error, await exchange.fetch_ledgers())
+                await stream.write(escape_line_ends(events))
                 await stream.write_eof()
                 return stream
     _abort(request)

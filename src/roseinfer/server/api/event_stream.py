@@ -6,6 +6,8 @@ from collections.abc import Callable, Coroutine
 
 from aiohttp import HttpVersion11, web
 
+# Line ends of Unicode, which JSON leaves as they are. Clients that split text into lines, as httpx does, end a line there.
+_LINE_ENDS = {char.encode(): b"\\u%04x" % ord(char) for char in "\x85\u2028\u2029"}
 COMMENT = b": keep-alive\n\n"  # what begins with a colon is no event, and clients skip it
 
 
@@ -13,6 +15,14 @@ def event(payload: bytes, name: str | None = None) -> bytes:
     """One event, with its name in APIs that name theirs; `payload` is JSON and so holds no line break."""
     head = b"" if name is None else b"event: %b\n" % name.encode()
     return head + b"data: " + payload + b"\n\n"
+
+
+def escape_line_ends(events: bytes) -> bytes:
+    """Events whose lines end nowhere but at their line feeds, however a client splits them."""
+    if not events.isascii():  # few are not
+        for end, escape in _LINE_ENDS.items():
+            events = events.replace(end, escape)
+    return events
 
 
 async def open_stream(request: web.Request, headers: dict[str, str]) -> web.StreamResponse:

@@ -207,7 +207,7 @@ class _Reply:
                     content = b"".join(frames)
                     if not content:
                         continue
-                    content, first = first + content, b""
+                    content, first = sse.escape_line_ends(first + content), b""
                     stream = self._exchange.stream or await self._open(request)
                     encoded_ns, was_paused = time.monotonic_ns(), is_behind(request, len(content))
                     beacon.last_s = encoded_ns / 1e9
@@ -221,7 +221,7 @@ class _Reply:
         if self._exchange.wants_ledgers:  # in a write of their own: no token waits for them
             last = first + dialect.last_frames(await self._exchange.fetch_ledgers())
             stream = self._exchange.stream or await self._open(request)  # its tokens may have made no frame
-            await stream.write(last)
+            await stream.write(sse.escape_line_ends(last))
         await stream.write_eof()
         return stream
 
