@@ -1,8 +1,9 @@
 """Writes the tables of metrics, and the bounds of their buckets, into docs/metrics.md."""
 
 from generated_files import filled
-from roseinfer.observe.metrics.catalogue import CATALOGUE, GROUPS, InfoAtScrape, Row
+from roseinfer.observe.metrics.catalogue import CATALOGUE, GROUPS
 from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS
+from roseinfer.observe.metrics.row import InfoAtScrape, Row
 
 
 def page() -> str:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from roseinfer.errors import RoseinferError
-from roseinfer.observe.metrics.catalogue import CATALOGUE, OTHER, REJECTION_CODES, InfoAtScrape, Row
+from roseinfer.observe.metrics.catalogue import CATALOGUE, OTHER, REJECTION_CODES
+from roseinfer.observe.metrics.row import InfoAtScrape, Row
 from roseinfer.records import FinishReason
 
 ROWS = {row.name: row for row in CATALOGUE}

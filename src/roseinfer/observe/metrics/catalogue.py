@@ -7,11 +7,7 @@ where a stamp is missing; nothing here is clamped, rounded or remembered.
 """
 
 import platform
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -25,17 +21,30 @@ from roseinfer.errors import (
     RoseinferError,
     SlowReader,
 )
-from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps import intervals
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.hub import Writes
 from roseinfer.observe.metrics.histogram import HOST_S, REQUEST_S, SEQUENCES, TOKEN_S, TOKENS, WAIT_S
+from roseinfer.observe.metrics.row import (
+    DRAFT_OUTCOMES,
+    AtExporter,
+    AtFinish,
+    AtScrape,
+    AtStep,
+    AtWrites,
+    InfoAtScrape,
+    Label,
+    Row,
+    ServerState,
+    counter,
+    gauge,
+    histogram,
+    info,
+)
 from roseinfer.records import Advanced, Api, FinishReason, Invariant, LifecycleState, RequestTimeline, StepRecord
-from roseinfer.runtime.host import HostFacts
 
 # A divisor, since division rounds correctly and a product with 1e-9 does not: 2,500,000 ns is exactly the bound 0.0025.
 NS_PER_S = 1e9
-DRAFT_OUTCOMES = ("accepted", "rejected")
 
 
 def _codes(root: type[RoseinferError]) -> Iterator[str]:
@@ -56,125 +65,6 @@ MODEL_FIELDS = (
     *("model_type", "num_parameters", "vocab_size", "max_model_len"),
     *("device", "dtype", "kv_dtype", "attention", "linear", "num_threads"),
 )
-
-
-@dataclass(slots=True)
-class ServerState:
-    """The last of each fact, which gauges are read from at a scrape."""
-
-    version: str
-    lifecycle: LifecycleState = LifecycleState.STARTING
-    engine: EngineInfo | None = None
-    last_step: StepRecord | None = None
-    last_step_end_ns: int = 0
-    last_step_unix_s: float = 0.0
-    stalled_since_ns: int = 0  # an engine with work; 0 for one that goes on
-    stalled_s: float = 0.0
-    host: HostFacts = field(default_factory=HostFacts)
-    num_received: int = 0
-    num_finished: int = 0
-    num_refusals: Counter[str] = field(default_factory=Counter)  # by code
-    num_refused_intervals: int = 0
-    num_dropped_log_lines: int = 0
-    gap_ns: Mapping[Cause, int] = field(default_factory=lambda: dict.fromkeys(Cause, 0))
-    num_slow_gaps: Mapping[Cause, int] = field(default_factory=lambda: dict.fromkeys(Cause, 0))
-    observability_ns: int = 0
-    num_dropped_spans: int = 0
-    num_dropped_facts: int = 0
-    num_telemetry_restarts: int = 0
-    num_restarts: int = 0
-    start_unix_s: float = field(default_factory=time.time)
-    num_drafts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DRAFT_OUTCOMES, 0))
-    num_violations: dict[Invariant, int] = field(default_factory=lambda: dict.fromkeys(Invariant, 0))
-
-
-# --- where values come from -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class AtStep:
-    """Values from each step and the timelines it advanced; `labels` is called only when there are values."""
-
-    values: Callable[[StepRecord, Advanced], Sequence[float]]
-    labels: Callable[[StepRecord], tuple[str, ...]] = lambda _: ()
-
-
-@dataclass(frozen=True, slots=True)
-class AtWrites:
-    """Values from socket writes, some dozens of them at a time."""
-
-    values: Callable[[Writes], npt.NDArray[np.float64]]
-
-
-@dataclass(frozen=True, slots=True)
-class AtFinish:
-    """Values from each request when it has ended; `labels` is called only when there are values."""
-
-    values: Callable[[RequestTimeline], Sequence[float]]
-    labels: Callable[[RequestTimeline], tuple[str, ...]] = lambda _: ()
-
-
-@dataclass(frozen=True, slots=True)
-class AtScrape:
-    """Value by the value of the one label, or under "" without one, computed at a scrape."""
-
-    values: Callable[[ServerState], Mapping[str, float]]
-
-
-@dataclass(frozen=True, slots=True)
-class InfoAtScrape:
-    """The labels of a series that is always 1: their names, and their values in this order or, not known yet, none."""
-
-    names: tuple[str, ...]
-    values: Callable[[ServerState], Sequence[str | int]]
-
-
-@dataclass(frozen=True, slots=True)
-class AtExporter:
-    """Values that the exporter adds itself: it finds the metric by its name."""
-
-
-Source = AtStep | AtWrites | AtFinish | AtScrape | InfoAtScrape | AtExporter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Label:
-    """A label and the closed set of its values, each of which exists at 0 from the start."""
-
-    name: str
-    values: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One metric. `buckets` are the upper bounds of a histogram, the unbounded one left out."""
-
-    name: str
-    kind: Literal["counter", "gauge", "histogram", "info"]
-    help: str
-    source: Source
-    unit: str = ""
-    labels: tuple[Label, ...] = ()
-    buckets: tuple[float, ...] = ()
-    is_per_model: bool = True
-
-
-def histogram(name: str, unit: str, buckets: tuple[float, ...], source: Source, meaning: str, *labels: Label) -> Row:
-    return Row(name=name, kind="histogram", unit=unit, buckets=buckets, source=source, help=meaning, labels=labels)
-
-
-def counter(name: str, unit: str, source: Source, meaning: str, *labels: Label) -> Row:
-    return Row(name=name, kind="counter", unit=unit, source=source, help=meaning, labels=labels)
-
-
-def gauge(
-    name: str, unit: str, values: Callable[[ServerState], Mapping[str, float]], meaning: str, *labels: Label
-) -> Row:
-    return Row(name=name, kind="gauge", unit=unit, source=AtScrape(values), help=meaning, labels=labels)
-
-
-def info(name: str, source: InfoAtScrape, meaning: str) -> Row:
-    return Row(name=name, kind="info", source=source, help=meaning)
 
 
 # --- of a step ------------------------------------------------------------------------------------------------------

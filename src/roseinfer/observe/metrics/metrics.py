@@ -17,24 +17,11 @@ from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.hub import WriteObserver, Writes
 from roseinfer.observe.metrics import protobuf
-from roseinfer.observe.metrics.catalogue import (
-    CATALOGUE,
-    GC_PAUSE,
-    LOAD,
-    NS_PER_S,
-    SCRAPE_DURATION,
-    VLLM_NAMES,
-    AtFinish,
-    AtScrape,
-    AtStep,
-    AtWrites,
-    InfoAtScrape,
-    Row,
-    ServerState,
-)
+from roseinfer.observe.metrics.catalogue import CATALOGUE, GC_PAUSE, LOAD, NS_PER_S, SCRAPE_DURATION, VLLM_NAMES
 from roseinfer.observe.metrics.exemplars import WITH_EXEMPLARS, Exemplar, ExemplarShelf
 from roseinfer.observe.metrics.histogram import Histogram
 from roseinfer.observe.metrics.protobuf import Exemplars, Values
+from roseinfer.observe.metrics.row import AtFinish, AtScrape, AtStep, AtWrites, InfoAtScrape, Row, ServerState
 from roseinfer.observe.metrics.text import TextEncoder
 from roseinfer.observe.metrics.totals import Child, Load, Running, Totals, children_of
 from roseinfer.records import Advanced, LifecycleState, RequestTimeline, StepRecord, Violation

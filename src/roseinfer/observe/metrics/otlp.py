@@ -32,10 +32,11 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
 from roseinfer.errors import ConfigError
 from roseinfer.observe import otel
-from roseinfer.observe.metrics.catalogue import START_TIME, VLLM_NAMES, Row
+from roseinfer.observe.metrics.catalogue import START_TIME, VLLM_NAMES
 from roseinfer.observe.metrics.histogram import SCHEMA, Histogram
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.metrics.protobuf import Exemplars, Values
+from roseinfer.observe.metrics.row import Row
 
 _TEMPORALITY = "OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE"
 _AGGREGATION = "OTEL_EXPORTER_OTLP_METRICS_DEFAULT_HISTOGRAM_AGGREGATION"

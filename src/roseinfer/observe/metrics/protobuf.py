@@ -11,8 +11,8 @@ from typing import Any
 
 from prometheus_client.samples import Exemplar
 
-from roseinfer.observe.metrics.catalogue import Row
 from roseinfer.observe.metrics.histogram import SCHEMA, ZERO_THRESHOLD, Histogram
+from roseinfer.observe.metrics.row import Row
 
 Values = Mapping[tuple[str, ...], float | str | int | Histogram]
 Exemplars = Mapping[tuple[str, ...], Sequence[Exemplar | None]]  # one place for each bucket by bound

@@ -16,9 +16,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
-from roseinfer.observe.metrics.catalogue import Row
 from roseinfer.observe.metrics.histogram import Histogram
 from roseinfer.observe.metrics.protobuf import Exemplars, Values
+from roseinfer.observe.metrics.row import Row
 
 _MAX_FORMATS = 4  # that are kept: a scraper may name any version in its Accept header
 

@@ -10,16 +10,9 @@ from itertools import product
 
 import msgspec
 
-from roseinfer.observe.metrics.catalogue import (
-    CATALOGUE,
-    OTHER,
-    REJECTION_CODES,
-    AtFinish,
-    AtStep,
-    Row,
-    ServerState,
-)
+from roseinfer.observe.metrics.catalogue import CATALOGUE, OTHER, REJECTION_CODES
 from roseinfer.observe.metrics.histogram import Histogram
+from roseinfer.observe.metrics.row import AtFinish, AtStep, Row, ServerState
 from roseinfer.records import Advanced, Invariant, LifecycleState, Observer, RequestTimeline, StepRecord, Violation
 
 Child = tuple[str, ...]  # the values of a metric's own labels

@@ -7,9 +7,10 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from roseinfer import errors
-from roseinfer.observe.metrics.catalogue import CATALOGUE, Row
+from roseinfer.observe.metrics.catalogue import CATALOGUE
 from roseinfer.observe.metrics.histogram import REQUEST_S, TOKEN_S, WAIT_S
 from roseinfer.observe.metrics.metrics import Metrics
+from roseinfer.observe.metrics.row import Row
 from roseinfer.records import FinishReason, LifecycleState
 from tests.conftest import require_tool
 from tests.unit.observe.facts import ENGINE, MS, Traffic, make_metrics

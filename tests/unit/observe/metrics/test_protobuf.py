@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer.observe.metrics import protobuf
-from roseinfer.observe.metrics.catalogue import Row
 from roseinfer.observe.metrics.exemplars import INTER_TOKEN_LATENCY, Exemplar
 from roseinfer.observe.metrics.histogram import SCHEMA, ZERO_THRESHOLD, Histogram
 from roseinfer.observe.metrics.metrics import Metrics
+from roseinfer.observe.metrics.row import Row
 from roseinfer.records import LifecycleState
 from tests.unit.observe.facts import ENGINE, MS, Traffic, make_metrics
 

@@ -11,10 +11,10 @@ from prometheus_client.openmetrics.exposition import generate_latest as openmetr
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse
 
 from roseinfer.observe.metrics import text
-from roseinfer.observe.metrics.catalogue import Row
 from roseinfer.observe.metrics.exemplars import REQUEST_DURATION, TIME_TO_FIRST_TOKEN, Exemplar
 from roseinfer.observe.metrics.metrics import Metrics
 from roseinfer.observe.metrics.protobuf import Values
+from roseinfer.observe.metrics.row import Row
 from roseinfer.observe.metrics.text import TextEncoder
 from roseinfer.records import LifecycleState
 from tests.unit.observe.facts import ENGINE, MODEL, MS, Traffic, make_metrics
