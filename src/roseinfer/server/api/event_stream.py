@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 
 from aiohttp import HttpVersion11, web
 
-# Line ends of Unicode, which JSON leaves as they are. Clients that split text into lines, as httpx does, end a line there.
+# Line ends of Unicode, which JSON leaves as they are: clients that split text into lines, as httpx does, end one there.
 _LINE_ENDS = {char.encode(): b"\\u%04x" % ord(char) for char in "\x85\u2028\u2029"}
 COMMENT = b": keep-alive\n\n"  # what begins with a colon is no event, and clients skip it
 
