@@ -176,7 +176,17 @@ def test_what_cannot_go_on_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     whole = _journal_of([chat("a", "x"), chat("b", "y")], tmp_path)
     journal = tmp_path / "out.partial"
     journal.write_bytes(whole)
-    assert "no journal of this batch" in refusal("--quantization", "int8")
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}")
+    for flags in (
+        ("--quantization", "int8"),
+        ("--kv-cache-dtype", "int8"),
+        ("--model.generation-config", "ignore"),
+        ("--chat-template", str(template)),
+        ("--structured.tool-format", "hermes"),
+        ("--structured.reasoning-format", "none"),
+    ):
+        assert "no journal of this batch" in refusal(*flags)
     write(source, [chat("a", "another"), chat("b", "y")])
     assert "--input: " in refusal()
     write(source, [chat("a", "x")])

@@ -69,8 +69,16 @@ def for_throughput(config: Config) -> Config:
 
 def _answers_of(config: Config) -> str:
     """What decides about the answers beside the lines, in words for the journal."""
-    model = config.model
+    model, structured = config.model, config.structured
     named = {"revision": model.revision, "dtype": model.dtype, "quantization": model.quantization}
+    further = {
+        "generation_config": model.generation_config,
+        "kv_cache_dtype": config.cache.dtype,
+        "chat_template": config.server.chat_template,
+        "tool_format": structured.tool_format,
+        "reasoning_format": structured.reasoning_format,
+    }
+    named |= {name: value for name, value in further.items() if value != "auto"}
     return " ".join([model.path, *(f"{name}={value}" for name, value in named.items() if value is not None)])
 
 
