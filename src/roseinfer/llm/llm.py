@@ -8,12 +8,10 @@ measures. Each request has a `RequestTimeline`; its `write_ns` are the moments w
 import asyncio
 import itertools
 import logging
-import os
 import sys
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -31,7 +29,6 @@ from roseinfer.config.options import Config
 from roseinfer.config.values import shown
 from roseinfer.engine.link.client import AsyncEngine
 from roseinfer.errors import (
-    EngineDead,
     EngineError,
     InvalidRequest,
     Overloaded,
@@ -49,6 +46,7 @@ from roseinfer.llm.arguments import (
     check_settings,
     with_text,
 )
+from roseinfer.llm.ends import close, close_in_the_end
 from roseinfer.llm.streams import Stream, Streams, as_error
 from roseinfer.messages import (
     Grammar,
@@ -148,8 +146,7 @@ class LLM:
             self.tokenizer: Tokenizer = used.enter_context(closing(self._text_model.tokenizer))
             self._checker = used.enter_context(closing(GrammarChecker(self.config.structured, lambda: info)))
             self._undo = undo.pop_all()
-        _open[self._undo] = self._loop, self._streams
-        weakref.finalize(self, _close_soon, self._undo).atexit = False
+        close_in_the_end(self, self._undo, self._loop, self._streams)
 
     def __enter__(self) -> Self:
         return self
@@ -160,7 +157,7 @@ class LLM:
     def close(self) -> None:
         """End running requests with reason abort, and stop the engine. Calls that wait for it raise EngineDead."""
         self._loop.check_can_wait()
-        _close(self._undo)
+        close(self._undo)
 
     # --- for callers, from any thread -------------------------------------------------------------------------------
 
@@ -471,46 +468,6 @@ class LLM:
             self._places.release()
 
 
-# What closes each LLM that is not closed, and what of it a forked process must let go; none of it refers to the LLM.
-_open: dict[ExitStack, tuple[LoopThread, Streams]] = {}
-_closers: list[threading.Thread] = []  # of LLMs that were let go
-
-
 async def _stop_engine(client: AsyncEngine) -> None:
     await client.close()
     await asyncio.get_running_loop().shutdown_default_executor()
-
-
-def _close(undo: ExitStack) -> None:
-    loop, _ = _open.pop(undo, (None, None))
-    if loop is not None and loop.shut():
-        undo.close()
-
-
-def _close_soon(undo: ExitStack) -> None:
-    """Close an LLM that nothing refers to: in a thread, since a collection may be any thread's, its loop's too."""
-    if undo in _open:
-        closer = threading.Thread(target=_close, args=[undo], name="llm-close", daemon=True)
-        _closers[:] = [*filter(threading.Thread.is_alive, _closers), closer]
-        closer.start()
-
-
-def _close_all() -> None:
-    """Close what the program has not. `atexit` comes when thread pools have ended, which closing needs."""
-    for undo in list(_open):
-        _close(undo)
-    for closer in _closers:
-        closer.join()
-
-
-def _leave_to_parent() -> None:
-    """In a process that was forked, refuse calls that would wait for the loops, which run in the parent alone."""
-    refusal = "The engine belongs to the process that this one was forked from."
-    for loop, streams in _open.values():
-        loop.disown(refusal)
-        streams.end_all(EngineDead(refusal))
-    _open.clear()
-
-
-threading._register_atexit(_close_all)  # type: ignore[attr-defined]  # noqa: SLF001 - as concurrent.futures does
-os.register_at_fork(after_in_child=_leave_to_parent)
