@@ -44,6 +44,8 @@ Parts = Mapping[str, torch.Tensor]
 
 class _Weights(msgspec.Struct, frozen=True):
     num_bits: int = 8
+    symmetric: bool = True
+    actorder: str | bool | None = None
     group_size: int | None = None
     block_structure: tuple[int, int] | str | None = None
 
@@ -70,6 +72,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     quant_method: str
     model_type: str = ""  # of the model
     bits: int = 4  # of GPTQ and AWQ
+    desc_act: bool | None = False  # of GPTQ
     group_size: int | None = None
     q_group_size: int | None = None  # in `quant_config.json`
     weight_block_size: tuple[int, int] | None = None
@@ -143,6 +146,14 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
         """Of compressed-tensors."""
         return [scheme.weights for scheme in self.config_groups.values() if scheme.weights]
 
+    def needs(self, part: str) -> bool:
+        """Whether compressed-tensors gives each weight this part, without which its numbers mean others."""
+        has = {
+            "weight_zero_point": [not weights.symmetric for weights in self.schemes],
+            "weight_g_idx": [weights.actorder in {"group", "dynamic", True} for weights in self.schemes],
+        }[part]
+        return bool(has) and all(has)
+
     @property
     def layouts(self) -> list[str]:
         """How the numbers of weights are arranged, in the words of the method."""
@@ -176,7 +187,9 @@ def _compressed(parts: Parts, quantization: Quantization) -> torch.Tensor:
     """FP8 or int8 in the place of the float weight, or packed numbers with half their range added."""
     scales = parts["weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"]
     scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales  # powers of two
-    zeros = parts.get("weight_zero_point")
+    zeros, order = (
+        parts[part] if quantization.needs(part) else parts.get(part) for part in ("weight_zero_point", "weight_g_idx")
+    )
     if "weight_packed" in parts:
         words, shape = parts["weight_packed"], parts.get("weight_shape")
         if shape is None and not quantization.schemes:
@@ -196,7 +209,6 @@ def _compressed(parts: Parts, quantization: Quantization) -> torch.Tensor:
     height, width = quantization.block_of(scales, values.shape)
     scales = _rows_of_blocks(scales, height, len(values))
     zeros = None if zeros is None else _rows_of_blocks(zeros, height, len(values))
-    order = parts.get("weight_g_idx")
     groups = torch.arange(values.shape[1]) // width if order is None or -1 in order else order
     return _multiplied(values, scales, zeros, groups)
 
@@ -204,6 +216,8 @@ def _compressed(parts: Parts, quantization: Quantization) -> torch.Tensor:
 def _gptq(parts: Parts, quantization: Quantization) -> torch.Tensor:
     """Words of inputs; zeros in words of outputs, in the first format less one."""
     words, scales, zero_words, order = parts["qweight"].t(), parts["scales"].t(), parts["qzeros"], parts.get("g_idx")
+    if order is None and quantization.desc_act and scales.shape[1] > 1:
+        raise ValueError("there is no g_idx, which desc_act asks for")
     num_inputs = words.shape[1] * 32 // quantization.bits if order is None else len(order)
     num_bits, values = _unpacked(words, num_inputs)
     mask, is_first = (1 << num_bits) - 1, "gptq" in quantization.layouts

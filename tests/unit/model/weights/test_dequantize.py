@@ -251,6 +251,10 @@ ONES = torch.ones(1, dtype=torch.int32)
     ("told", "name", "change"),
     [
         ("there is no scales", "gptq", {"scales": None}),
+        ("there is no g_idx", "gptq, order", {"g_idx": None}),
+        ("there is no weight_zero_point", "compressed-tensors, W4A16, zeros", {"weight_zero_point": None}),
+        ("there is no weight_zero_point", "compressed-tensors, W8A8, zeros", {"weight_zero_point": None}),
+        ("there is no weight_g_idx", "compressed-tensors, W4A16, order", {"weight_g_idx": None}),
         ("12 words for 104 numbers are not 2, 4 or 8 bits each", "gptq", {"g_idx": ONES.expand(104)}),
         ("104 inputs in groups of 16 are not 6 groups", "gptq", {"qweight": ONES.expand(13, 64)}),
         ("packed in torch.int16, not int32", "gptq", {"qweight": ONES.expand(12, 64).short()}),
