@@ -202,7 +202,8 @@ def test_an_added_token_with_an_id_that_it_cannot_have(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
-def test_added_tokens_that_are_none(tmp_path: Path) -> None:
-    with_files(tmp_path, {}, added_tokens_decoder={"5": "<|im_end|>"})
+@pytest.mark.parametrize("entry", ["<|im_end|>", {"content": {"text": "<|im_end|>"}}], ids=str)
+def test_added_tokens_that_are_none(tmp_path: Path, entry: object) -> None:
+    with_files(tmp_path, {}, added_tokens_decoder={"5": entry})
     with pytest.raises(ConfigError, match=r"The tokens that are added to tokenizer\.json cannot be read"):
         Tokenizer.load(tmp_path)

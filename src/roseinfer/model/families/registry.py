@@ -75,7 +75,9 @@ def _check_kind(family: _Family, checkpoint: Checkpoint) -> None:
     """Raise ConfigError where config.json asks for another model than the family's, whatever its fields are."""
     config, reason = checkpoint.config, None
     model_type = config.get("model_type")
-    if model_type != family.model_type and model_type in TESTED:
+    if not isinstance(model_type, str | None):
+        reason = f"model_type is {model_type!r}, which is no word"
+    elif model_type != family.model_type and model_type in TESTED:
         reason = f"model_type is {model_type}, but architectures names a {family.model_type}"
     elif not config.get("is_causal", True):  # as of Qwen2 that was trained for embeddings
         reason = "is_causal is not true: it sees the tokens behind each token too, which cannot be served"

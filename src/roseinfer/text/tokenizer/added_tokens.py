@@ -82,6 +82,9 @@ def _declared(directory: Path) -> tuple[dict[str, dict[str, Any]], list[str]]:
     return {token["content"]: token for token in tokens}, special
 
 
-def _token(content: str, *, special: bool = False, **flags: Any) -> dict[str, Any]:
+def _token(content: object, *, special: bool = False, **flags: Any) -> dict[str, Any]:
+    """Raises TypeError for a content that is no text."""
+    if not isinstance(content, str):
+        raise TypeError(f"the content {content!r} is no text")
     token = {"content": content, **dict.fromkeys(_FLAGS, False), "normalized": not special, "special": special}
     return token | {name: flag for name, flag in flags.items() if name in _FLAGS}

@@ -110,6 +110,7 @@ def test_windows(spec_type: type[FamilySpec], fields: dict[str, Any], windows: t
         (MISTRAL | {"layer_types": ["full_attention"]}, "layer_types has not num_hidden_layers entries"),
         (MISTRAL | {"layer_types": ["chunked_attention"] * 3}, "`$.layer_types[0]`"),
         (MISTRAL | {"sliding_window": 0}, "`$.sliding_window`"),
+        ({"model_type": ["llama"]}, "model_type is ['llama'], which is no word"),
         ({"is_causal": False}, "is_causal is not true: it sees the tokens behind each token too"),
         ({"per_layer_config": {"0": {"rms_norm_eps": 0.1}}}, "per_layer_config is not supported"),
         ({"model_type": "granite"}, "model_type is granite, but architectures names a llama"),
