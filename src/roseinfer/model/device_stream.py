@@ -213,10 +213,15 @@ class TorchProfiler:
         self._profile.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self, directory: Path) -> None:
+        """Raises OSError where the trace cannot be written."""
         profile, self._profile = self._profile, None
         assert profile is not None, "stop without start"
         profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if self._is_cuda:
             torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(directory / TRACE_NAME))  # type: ignore[no-untyped-call]
+        trace = directory / TRACE_NAME
+        profile.export_chrome_trace(str(trace))  # type: ignore[no-untyped-call]
+        if not trace.exists():  # of a failure, as on a full disk, torch only writes a line to standard error
+            trace.with_name(f"{TRACE_NAME}.tmp").unlink(missing_ok=True)
+            raise OSError(f"torch could not write {TRACE_NAME}, and its line in the log says why")

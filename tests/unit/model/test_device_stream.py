@@ -155,6 +155,22 @@ def test_a_step_is_sampled_without_waiting(
     assert not any(copies.waits)
 
 
+def test_a_trace_that_torch_did_not_write_is_an_error_and_leaves_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk torch writes what it can of `trace.json.tmp`, logs that it failed, and raises nothing."""
+
+    def fail(_: object, path: str) -> None:
+        Path(f"{path}.tmp").write_bytes(b"{")
+
+    monkeypatch.setattr(torch.autograd.profiler.profile, "export_chrome_trace", fail)
+    profiler = TorchProfiler("cpu")
+    profiler.start()
+    with pytest.raises(OSError, match="could not write"):
+        profiler.stop(tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_the_trace_holds_what_ran_between_start_and_stop(tmp_path: Path) -> None:
     profiler, ones = TorchProfiler("cpu"), torch.ones(4, 4)
     torch.relu(ones)

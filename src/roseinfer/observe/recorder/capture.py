@@ -239,8 +239,12 @@ def profile_of(num_steps: int) -> dict[str, Any]:
 
 def _write_manifest(directory: Path, manifest: Mapping[str, Any]) -> None:
     scratch = directory / f".{MANIFEST_NAME}.part"
-    scratch.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
-    scratch.replace(directory / MANIFEST_NAME)
+    try:
+        scratch.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+        scratch.replace(directory / MANIFEST_NAME)
+    except OSError:
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 def make_room(parent: Path, max_bytes: float) -> list[Path]:

@@ -267,6 +267,13 @@ def test_a_profile_by_hand_makes_room_for_itself(tmp_path: Path) -> None:
     assert [directory.exists() for directory in directories] == [False, False, True, True]
 
 
+def test_a_manifest_that_cannot_be_written_leaves_no_part(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").mkdir()
+    with pytest.raises(IsADirectoryError):
+        capture.write_profile_manifest({}, tmp_path, 20)
+    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
+
+
 async def test_the_manifest_of_a_profile_by_hand_has_the_keys_of_a_breach(tmp_path: Path) -> None:
     world = World(tmp_path, "1 gap over 60 ms in 10 s")
     world.gap(70)
