@@ -1,5 +1,6 @@
 // Draws requests, steps and gaps in a window of time, and finds what lies under a pixel.
 
+import { firstIndex } from "./data.js";
 import { drawNames } from "./names.js";
 import { drawOverview } from "./overview.js";
 import { colorOf } from "./words.js";
@@ -242,7 +243,7 @@ export class Chart {
       mean = gaps.length ? (gaps.at(-1).end - gaps[0].start) / gaps.length : 0,
       scale = this.plot / this.span;
     if (mean * scale > 3) {
-      const from = firstAfter(gaps, this.start),
+      const from = firstIndex(gaps, (gap) => gap.end > this.start),
         bottom = y + height - 3,
         shown = [];
       for (let index = from; index < gaps.length && gaps[index].start < this.end; index += 1) shown.push(gaps[index]);
@@ -308,16 +309,4 @@ export class Chart {
       context.fillText(label, x + 3, AXIS / 2 - 1);
     }
   }
-}
-
-/** The index of the first gap that ends after a moment. */
-function firstAfter(gaps, at) {
-  let low = 0,
-    high = gaps.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (gaps[middle].end > at) high = middle;
-    else low = middle + 1;
-  }
-  return low;
 }

@@ -140,25 +140,12 @@ export class Data {
 
   /** The index of the first step that ends after a moment. */
   stepIndex(at) {
-    let low = 0,
-      high = this.steps.length;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (this.steps[middle].end_ns > at) high = middle;
-      else low = middle + 1;
-    }
-    return low;
+    return firstIndex(this.steps, (step) => step.end_ns > at);
   }
 
   stepById(id) {
-    let low = 0,
-      high = this.steps.length;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (this.steps[middle].step_id >= id) high = middle;
-      else low = middle + 1;
-    }
-    return this.steps[low]?.step_id === id ? this.steps[low] : undefined;
+    const step = this.steps[firstIndex(this.steps, (each) => each.step_id >= id)];
+    return step?.step_id === id ? step : undefined;
   }
 
   /** The number of a gap's token, from 1: the one that its step made. */
@@ -227,4 +214,16 @@ export class Data {
       ["Queue wait", "Time in the queue", queue],
     ].map(([name, title, values]) => ({ name, title, values: Float64Array.from(values).sort() }));
   }
+}
+
+/** The index of the first item of which something holds, as it does of all behind it. */
+export function firstIndex(items, holds) {
+  let low = 0,
+    high = items.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (holds(items[middle])) high = middle;
+    else low = middle + 1;
+  }
+  return low;
 }
