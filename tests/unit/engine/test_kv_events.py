@@ -162,13 +162,18 @@ def test_events_have_no_more_of_a_salt_than_the_client_gave() -> None:
     engine = make_engine(num_blocks=32)
     cache = engine.scheduler.kv_cache.prefix_cache
     cache.changes, told = deque(), []
-    for salt, given in (("key", ""), ("key and mine", "mine"), ("", "")):
-        request = make_request(salt, list(range(3 * cache.block_size)), salt=salt, max_tokens=1)
+    for salt, given, num_blocks in (
+        ("key", "", 3),
+        ("key and mine", "mine", 3),
+        ("key and mine", "mine", 5),
+        ("", "", 3),
+    ):
+        request = make_request(salt, list(range(num_blocks * cache.block_size)), salt=salt, max_tokens=1)
         engine.add_request(msgspec.structs.replace(request, client_salt=given))
         run_to_end(engine)
         told.append([event.extra_keys for event in decoded(events_of(list(cache.changes), cache.block_size, "CPU"))])
         cache.changes.clear()
-    assert [keys and keys[0] for (keys,) in told] == [None, ["mine"], None]
+    assert [keys and keys[0] for (keys,) in told] == [None, ["mine"], None, None], "the salt is in the first block's"
 
 
 @pytest.mark.parametrize("depth", [0, 1])

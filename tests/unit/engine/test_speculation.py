@@ -250,6 +250,18 @@ def test_drafts_end_where_the_grammar_does() -> None:
     assert constraint.look_ahead([]) == 0
 
 
+def test_drafts_leave_a_block_for_each_sequence() -> None:
+    engine = make_engine(num_blocks=5, max_model_len=40)
+    for name in ("a", "b"):
+        engine.add_request(make_request(name, [1, 2, 3, 4, 5, 6], max_tokens=30))
+    engine.step()
+    kv_cache = engine.scheduler.kv_cache
+    slots = [sequence.slot for sequence in kv_cache.residents]
+    assert kv_cache.pool.num_available == 3
+    assert [kv_cache.reserve(slot, 16) for slot in slots] == [9, 1]
+    assert kv_cache.pool.num_available == 2
+
+
 def test_rejected_tokens_are_never_in_the_prefix_cache() -> None:
     """A second request that continues the first one's answer computes what it would have computed alone."""
     engine = make_engine(repeats=True, can_speculate=True, speculation=16)

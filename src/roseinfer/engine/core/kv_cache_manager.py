@@ -107,7 +107,6 @@ class KVCacheManager:
         self.prefix_cache.extend(sequence.chain, table.token_ids[slot, : num_full * self.block_size])
         self.prefix_cache.publish(sequence.chain, start, table.block_ids[slot, start:num_full].tolist())
         sequence.num_published_blocks = num_full
-        sequence.num_announced_blocks = max(num_full, sequence.num_announced_blocks)
 
     def unpublish(self, sequence: Sequence) -> None:
         """Hide what a failed sequence computed or started from, and what follows it, since it may be wrong.

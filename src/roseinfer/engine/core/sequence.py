@@ -53,7 +53,7 @@ class Sequence:
     has_failed: bool = False  # what it computed may be wrong and is not published
     num_prefix_wait_steps: int = 0
     num_published_blocks: int = 0  # blocks of the chain below this index are in the prefix cache
-    num_announced_blocks: int = 0  # and those from there up to this index are announced
+    num_announced_blocks: int = 0  # and those from there up to this index are announced, if there are any
     scores: list[Scores] | None = None  # of the prompt's tokens so far; None: not asked for, or output already
     pooled: Pooled | None = None  # of the prompt so far, where its embedding is asked for
 

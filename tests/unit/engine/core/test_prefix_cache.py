@@ -140,6 +140,14 @@ def test_waiting_for_a_prefix_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert running == [0, 0, 0, 1]
 
 
+def test_a_prompt_that_is_scored_waits_for_no_prefix() -> None:
+    """It computes all of its tokens itself."""
+    engine = make_engine(max_num_batched_tokens=64)
+    engine.add_request(make_request("leader", [*PREFIX, 50]))
+    engine.add_request(make_request("scored", [*PREFIX, 51], num_prompt_logprobs=0))
+    assert engine.step().record.num_prefill_seqs == 2
+
+
 def test_an_aborted_leader_does_not_hold_up_its_followers() -> None:
     engine = make_engine(max_prefill_tokens=8)
     engine.add_request(make_request("leader", [*PREFIX, 50]))
@@ -194,3 +202,13 @@ def test_what_is_forgotten_takes_what_was_computed_after_it_along_and_nothing_el
     cache.pool.release(blocks[:3])
     assert [*cache.find_faults(), *cache.pool.find_faults([])] == []
     assert (cache.pool.num_used, cache.pool.num_cached) == (0, 2), "what was forgotten is free"
+
+
+def test_what_is_forgotten_is_so_where_its_first_blocks_are_evicted() -> None:
+    cache = PrefixCache(8, 1)
+    chain = chain_of(cache, 1, 2, 3)
+    blocks = cache.pool.allocate(3)
+    cache.publish(chain, 2, blocks[2:])  # those before it were published by another sequence, and are gone
+    cache.forget_chain(chain)
+    cache.publish(chain, 0, blocks[:2])
+    assert cache.match(chain, 3) == blocks[:2]

@@ -42,10 +42,11 @@ def test_a_row_fails_alone(at: int, pipeline_depth: int) -> None:
     assert generated == sum(map(len, transcript.tokens.values()))
 
 
-def test_its_blocks_are_never_found_and_the_retry_computes_them_again() -> None:
-    """Also those of chunks that had been computed, and published, before anybody could know."""
+@pytest.mark.parametrize("max_prefill_tokens", [8, None])
+def test_its_blocks_are_never_found_and_the_retry_computes_them_again(max_prefill_tokens: int | None) -> None:
+    """Those of its last step, and those of chunks that had been computed, and published, before anybody could know."""
     poisoned = {"bad"}
-    engine = poison(make_engine(max_prefill_tokens=8), lambda name, _: name in poisoned)
+    engine = poison(make_engine(max_prefill_tokens=max_prefill_tokens), lambda name, _: name in poisoned)
     for request in (make_request("other", [9, 9, 9], max_tokens=30), make_request("bad", [*PREFIX, 50])):
         engine.add_request(request)
     assert run_to_end(engine).reasons["bad"] is FinishReason.ERROR
