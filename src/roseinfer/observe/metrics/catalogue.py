@@ -220,7 +220,8 @@ _LATENCIES = (
         "roseinfer_tokenize_seconds",
         HOST_S,
         intervals.tokenize_ns,
-        "Body validated (t_parsed) → prompt tokenized (t_tokenized). Once per tokenized request.",
+        "Body validated (t_parsed) → prompt tokenized (t_tokenized); before that its grammar is checked, where it is "
+        "new, and its chat template rendered. Once per tokenized request.",
     ),
     _latency(
         "roseinfer_submit_lag_seconds",
