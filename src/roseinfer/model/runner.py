@@ -185,8 +185,8 @@ class ModelRunner:
                 scores = self._score(hidden, batch.scored, pieces) if batch.scored else None
                 pooled = pool(hidden, batch.pooled, _first_tokens(batch))
                 if pooled and all(any(each.row == row for each in batch.pooled) for row in batch.samples.nonzero()[0]):
-                    return self._results.fetch(self._ends(step, hidden), None, scores=scores, pooled=pooled)
-                logits = self._logits_of(step, hidden)
+                    return self._results.fetch(_ends(step, hidden), None, scores=scores, pooled=pooled)
+                logits = self._logits_of(step, _sampled_rows(step, hidden))
             else:
                 logits = self._logits(step)
         with watch("sample"):
@@ -195,11 +195,6 @@ class ModelRunner:
             tokens, logprobs = self._sampler.sample(logits, slots, next_positions, batch.masks, drafted, on_device)
             self._last_token.index_copy_(0, step.sampled_slots, tokens.clamp(min=0))  # a failed row's is never used
             return self._results.fetch(tokens, logprobs, scores=scores, pooled=pooled)
-
-    def _ends(self, step: StagedStep, hidden: torch.Tensor) -> torch.Tensor:
-        """In place of tokens where every row that ends is pooled: `NO_TOKEN` for a row that failed, else 0."""
-        rows = hidden if step.sampled_tokens is None else hidden.index_select(0, step.sampled_tokens)
-        return torch.where(rows[: step.num_samples].isfinite().all(1), 0, NO_TOKEN)
 
     @torch.inference_mode()
     def logits(self, batch: ScheduledBatch) -> torch.Tensor:
@@ -232,12 +227,12 @@ class ModelRunner:
     def _logits(self, step: StagedStep) -> torch.Tensor:
         """Run a staged step; logits [num_samples, vocab_size] of the rows that sample, valid until the next step."""
         if self._replay is None or not _can_replay(step):
-            return self._logits_of(step, self._hidden(step))
+            return self._logits_of(step, self._hidden(step, step.sampled_tokens))
         return self._replay.logits(step.token_ids, step.positions, self._begin(step))[: step.num_samples]
 
-    def _hidden(self, step: StagedStep) -> torch.Tensor:
-        """Hidden rows of the tokens of a staged step, whose keys and values are written to the cache."""
-        return self._model.forward(step.token_ids, step.positions, self._begin(step))
+    def _hidden(self, step: StagedStep, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """Run a staged step up to hidden rows, of the `wanted` tokens or of all, and write keys and values of all."""
+        return self._model.forward(step.token_ids, step.positions, self._begin(step), wanted)
 
     def _begin(self, step: StagedStep) -> Attend:
         attend = self._attention.prepare(step.packed)
@@ -245,11 +240,9 @@ class ModelRunner:
         return attend
 
     def _logits_of(self, step: StagedStep, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits of hidden rows of a step's tokens, of those that sample."""
+        """Logits of the hidden rows that sample."""
         if not step.num_samples:
             return hidden.new_empty(0, self.vocab_size, dtype=torch.float32)
-        if step.sampled_tokens is not None:
-            hidden = hidden.index_select(0, step.sampled_tokens)
         return self._model.logits(hidden)[: step.num_samples]
 
     def _send_scored(self, starts: Int32Array, scored: Sequence[ScoredRow]) -> list["_ScoredPiece"]:
@@ -420,6 +413,16 @@ class ModelRunner:
 def _first_tokens(batch: ScheduledBatch) -> Int32Array:
     """Index of each row's first token, drafted tokens being rows of their own, and then the number of all tokens."""
     return np.cumsum(np.append(np.int32(0), batch.num_new_tokens), dtype=np.int32)
+
+
+def _sampled_rows(step: StagedStep, hidden: torch.Tensor) -> torch.Tensor:
+    """Those of the hidden rows of all tokens that sample."""
+    return hidden if step.sampled_tokens is None else hidden.index_select(0, step.sampled_tokens)
+
+
+def _ends(step: StagedStep, hidden: torch.Tensor) -> torch.Tensor:
+    """In place of tokens where every row that ends is pooled: `NO_TOKEN` for a row that failed, else 0."""
+    return torch.where(_sampled_rows(step, hidden)[: step.num_samples].isfinite().all(1), 0, NO_TOKEN)
 
 
 def _can_replay(step: StagedStep) -> bool:

@@ -114,10 +114,13 @@ class RowModel:
     def head(self) -> Linear:
         raise AssertionError("nothing is built for numbers of rows that are taken as they come")
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         x = self._tokens[token_ids] + self._positions[positions]
         heads = x.unsqueeze(1)
-        return x + attend(0, heads, heads * 0.5, heads)
+        x = x + attend(0, heads, heads * 0.5, heads)
+        return x if wanted is None else x.index_select(0, wanted)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return (hidden.unsqueeze(1) * self._head).sum(-1)

@@ -10,6 +10,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,7 +20,6 @@ from roseinfer.config.options import RunnerConfig
 from roseinfer.engine.core.batch import SlotBinding
 from roseinfer.engine.core.constraint import Constraint, Matcher, TokenMasks
 from roseinfer.messages import Grammar, SamplingParams
-from roseinfer.model.attention.base import Attend
 from roseinfer.model.runner import ModelRunner
 from roseinfer.model.steps.warm_up_batches import decode_batch, prompt_batch
 from tests.unit.model.conftest import Shape, prompt_of, write_checkpoint
@@ -71,10 +71,10 @@ def read_a_counter(runner: ModelRunner) -> None:
     model, counter = runner._model, count()
     forward = model.forward
 
-    def spoilt(token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        return forward((token_ids + next(counter)) % model.vocab_size, positions, attend)
+    def spoilt(token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return forward((token_ids + next(counter)) % model.vocab_size, *rest)
 
-    model.forward = spoilt  # type: ignore[method-assign]
+    model.forward = spoilt  # type: ignore[assignment, method-assign]
 
 
 @pytest.fixture(scope="module")

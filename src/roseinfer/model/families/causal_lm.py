@@ -30,8 +30,14 @@ class CausalLM(Protocol):
     def head(self) -> Linear:
         """The linear run with one row a sampled token."""
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Ids and positions [tokens] -> hidden rows [tokens, width] behind the final norm, as the head takes them."""
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Ids and positions [tokens] -> hidden rows [tokens, width] behind the final norm, as the head takes them.
+
+        `wanted`, int64 indices of at least one token: the rows of these alone. Behind its attention the last layer need
+        not compute the others.
+        """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden rows [rows, width] -> logits [rows, vocab_size], float32 where linears have a choice."""

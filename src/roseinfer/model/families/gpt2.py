@@ -107,13 +107,18 @@ class GPT2:
         self.num_parameters = read.num_parameters
         checkpoint.check_all_read(ignored=(*_CAUSAL_MASKS, "lm_head.weight"))
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         x = self._token_embedding.plus(token_ids, positions, self._position_embedding)
         delta = None  # not yet in the residual stream: the next norm adds it
         for layer, block in enumerate(self._blocks):
             qkv = block.qkv(block.attention_norm(x, delta))
             q, k, v = qkv.view(x.shape[0], 3, self.attention_spec.num_heads, -1).unbind(1)
-            delta = block.down(block.up(block.mlp_norm(attend(layer, q, k, v), x)))
+            attended = attend(layer, q, k, v)
+            if wanted is not None and block is self._blocks[-1]:
+                attended, x = attended.index_select(0, wanted), x.index_select(0, wanted)
+            delta = block.down(block.up(block.mlp_norm(attended, x)))
         return self._final_norm(x, delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

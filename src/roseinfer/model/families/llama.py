@@ -336,14 +336,19 @@ class Llama:
         """Made by the first step: a model with a million positions, of which few are served, would make 512 MB."""
         return RotationTable(self._rope, self.attention_spec.head_dim, self.max_positions, self._device)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         x = _times(self._token_embedding(token_ids), self._multipliers.embedding)
         factor = self._multipliers.residual
         rotation = self._rotations.at(positions)
         delta = None  # not yet in the residual stream: the next norm adds it
         for layer, block in enumerate(self._blocks):
             q, k, v = block.rotate(block.qkv(block.attention_norm(x, delta)), rotation)
-            normed = block.mlp_norm(attend(layer, q, k, v), x)
+            attended = attend(layer, q, k, v)
+            if wanted is not None and block is self._blocks[-1]:
+                attended, x = attended.index_select(0, wanted), x.index_select(0, wanted)
+            normed = block.mlp_norm(attended, x)
             delta = _times(block.down(self._gate(block.gate_up(normed))), factor)
         return self._final_norm(x, delta)
 

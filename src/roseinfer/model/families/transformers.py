@@ -235,11 +235,13 @@ class TransformersModel:
         with torch.inference_mode():
             return self.forward(token_ids.to(device), positions.to(device), attend)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         self._seam.attend = attend
         output = self._base(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
         hidden: torch.Tensor = output[0][0]
-        return hidden
+        return hidden if wanted is None else hidden.index_select(0, wanted)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The head by the model's own code, which may scale or bend its result."""

@@ -49,7 +49,8 @@ class StagedStep:
     num_gathered: int  # in a graph, where it may be any number, that of the rows
     slots: torch.Tensor  # int64 [num_gathered]
     positions: torch.Tensor  # int64 [tokens]
-    sampled_tokens: torch.Tensor | None  # int64 [at least num_samples] index of tokens to sample from; None: all
+    # int64 [at least num_samples, and one] index of tokens to sample from; None: all
+    sampled_tokens: torch.Tensor | None
     sampled_slots: torch.Tensor  # int64 [num_samples]
     num_samples: int
     next_positions: torch.Tensor | None = None  # int64 [num_samples] of the tokens to be sampled; on a GPU
@@ -154,7 +155,7 @@ class InputStaging:
 
     def _pack(self, batch: ScheduledBatch, fields: StepFields, host: dict[str, IntArray]) -> StagedStep:
         num_tokens, num_samples = self._padded_rows(batch.num_tokens), int(np.count_nonzero(batch.samples))
-        num_sampled = self._padded_rows(num_samples) if num_samples else 0
+        num_sampled = self._padded_rows(max(num_samples, 1))  # kernels take no empty tensors
         query_starts, row_of_token, positions = self._put_tokens(batch, host, num_tokens, num_sampled)
         if batch.num_rows > 1 and (batch.slots[1:] == batch.slots[:-1]).any():  # attention takes a draft's rows as one
             query_starts = query_starts[np.flatnonzero(np.append(np.diff(batch.slots, prepend=-1) != 0, True))]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import roseinfer
 from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.errors import ConfigError
 from roseinfer.model.device import Placement
@@ -16,6 +17,7 @@ from roseinfer.model.families.causal_lm import CausalLM
 from roseinfer.model.families.llama import FamilySpec, Llama, LlamaSpec, MistralSpec, Qwen2Spec, Qwen3Spec
 from roseinfer.model.families.registry import build_model, native_spec
 from roseinfer.model.kernels.library import levels_here
+from roseinfer.model.layers.linear import Linear
 from roseinfer.model.layers.rope import normalise_rope
 from roseinfer.model.runner import load_runner
 from roseinfer.model.weights.checkpoint import Checkpoint
@@ -33,6 +35,7 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+DEMO = Path(roseinfer.__file__).parent / "demo"
 SPECS = (LlamaSpec, MistralSpec, Qwen2Spec, Qwen3Spec)
 
 
@@ -229,6 +232,29 @@ def test_every_shape_of_linear_is_named_for_warm_up(tmp_path: Path) -> None:
     model = build(write_checkpoint(tmp_path, tie_word_embeddings=True))
     shapes = [(linear.num_outputs, linear.num_inputs) for linear in (*model.layer_linears, model.head)]
     assert shapes == [(64, 32), (32, 32), (96, 32), (32, 48), (40, 32)]
+
+
+@pytest.mark.parametrize("is_gpt2", [False, True])
+def test_behind_its_attention_the_last_layer_computes_the_wanted_tokens_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_gpt2: bool
+) -> None:
+    model = build(DEMO if is_gpt2 else write_checkpoint(tmp_path, tie_word_embeddings=True))
+    ids, wanted = torch.arange(12), torch.tensor([3, 11])
+    groups = model.attention_spec.num_heads // model.attention_spec.num_kv_heads
+    attend = lambda _layer, _q, _k, v: v.repeat_interleave(groups, 1).flatten(1)  # noqa: E731
+    run, num_rows = Linear.__call__, list[int]()
+
+    def note(linear: Linear, x: torch.Tensor) -> torch.Tensor:
+        num_rows.append(len(x))
+        return run(linear, x)
+
+    monkeypatch.setattr(Linear, "__call__", note)
+    with torch.inference_mode():
+        expected = model.forward(ids, ids, attend)[wanted]
+        num_rows.clear()
+        assert torch.equal(model.forward(ids, ids, attend, wanted), expected)
+    num_layers = len(model.attention_spec.windows)
+    assert num_rows == [12] * (4 * num_layers - 3) + [2] * 3
 
 
 QWEN3 = {

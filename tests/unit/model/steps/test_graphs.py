@@ -15,7 +15,6 @@ from roseinfer.config.options import RunnerConfig
 from roseinfer.engine.core.batch import NO_TOKEN, Int32Array, PooledRow, ScoredRow, SlotBinding
 from roseinfer.engine.core.stopwatch import unwatched
 from roseinfer.messages import SamplingParams
-from roseinfer.model.attention.base import Attend
 from roseinfer.model.device_stream import Graph
 from roseinfer.model.runner import ModelRunner
 from roseinfer.model.steps.graphs import CudaGraphs, GraphSize, decode_graph_sizes, prompt_graph_sizes
@@ -212,11 +211,11 @@ def test_the_largest_prompt_and_draw_run_again_after_the_captures() -> None:
     num_tokens: list[int] = []
     forward = model.forward
 
-    def noted(token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def noted(token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
         num_tokens.append(len(token_ids))
-        return forward(token_ids, positions, attend)
+        return forward(token_ids, *rest)
 
-    model.forward = noted  # type: ignore[method-assign]
+    model.forward = noted  # type: ignore[assignment, method-assign]
     runner = make_runner(LateStream(), RunnerConfig(), NUM_SLOTS, make_model=lambda: (model, attention))
     runner.warm_up(64)
     assert num_tokens[-5:] == [256, 64, NUM_SLOTS, NUM_SLOTS, NUM_SLOTS], "the last graph, the prompt, three draws"

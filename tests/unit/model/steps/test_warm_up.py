@@ -148,9 +148,9 @@ def test_the_first_burst_of_prompts_is_cut_by_what_warm_steps_take(make_player: 
 
 
 def test_the_largest_prompt_of_a_cpu_runs_one_layer(make_player: MakePlayer, monkeypatch: pytest.MonkeyPatch) -> None:
-    player = make_player(Shape(), num_slots=12)
+    player = make_player(Shape(num_layers=3), num_slots=12)
     shapes = record(monkeypatch, player.runner._model._blocks[0], "down")  # type: ignore[attr-defined]
-    last = record(monkeypatch, player.runner._model._blocks[-1], "down")  # type: ignore[attr-defined]
+    last = record(monkeypatch, player.runner._model._blocks[-1], "qkv")  # type: ignore[attr-defined]
     player.runner.warm_up(200)
     assert max(len(x) for (x,) in shapes) == 200  # type: ignore[arg-type]
     assert max(len(x) for (x,) in last) == 32, "a prompt that is measured"  # type: ignore[arg-type]
