@@ -4,7 +4,7 @@
     python -m benchmarks.suite gpu [--quick] [--parts roofs,decode] [--device cuda]            (`make first-hour`)
 
 On two cores with all peers set up: models 1 minute once, roofs 1, decode 4, served 12, peers 7, linears and start 3,
-speculation and mixed 6, qwen3 20, so about 54 minutes; without peers about 27. `--quick` is a check of the benchmarks
+speculation and mixed 8, qwen3 20, so about 56 minutes; without peers about 29. `--quick` is a check of the benchmarks
 and not of the engine: 5 minutes. On a GPU the limits of the parts come to less than an hour; what they take is not
 known yet. There nothing is fetched and nothing installed: the Python that runs this has torch, Triton and the packages
 of `pyproject.toml`, or finds them by PYTHONPATH. `make bench-gpu` leaves out the tests. `gpu --device cpu --quick`
