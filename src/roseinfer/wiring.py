@@ -139,8 +139,7 @@ def _can_speculate(config: Config, info: EngineInfo) -> bool:
     from roseinfer.model.families.registry import FAMILIES
     from roseinfer.model.families.tested import TESTED
 
-    exact_types = {family.model_type for family in FAMILIES.values()}
-    exact_types |= {name for name, findings in TESTED.items() if findings.is_exact}
+    exact_types = {family.model_type for family in FAMILIES.values()} | TESTED.keys()
     can_speculate = info.device == "cpu" and info.linear != "torch" and info.model_type in exact_types
     if not can_speculate and config.scheduler.speculation not in {"auto", "off"}:
         _log.warning(

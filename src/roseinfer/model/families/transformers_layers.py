@@ -29,6 +29,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 _GATES = (("gate_up_proj",), ("gate_proj", "up_proj"))  # the first linears of a SwiGLU, by their names
 _QKV = ("q_proj", "k_proj", "v_proj")
 Rows = Callable[[torch.Tensor], torch.Tensor]  # a function of rows
+_SIGMOIDS: dict[Callable[..., Any], Rows] = dict.fromkeys((torch.sigmoid, torch.Tensor.sigmoid), sigmoid)
 
 
 def is_mixture(module: nn.Module) -> bool:
@@ -88,8 +89,8 @@ class Layers:
             ours = self._made.pop(child, None) or self._replacement(child)
             if ours is None:
                 self._replace_within(child)
-            else:
-                setattr(parent, name, ours)
+                ours = _Instead(child, _SIGMOIDS) if "sigmoid" in type(child).forward.__code__.co_names else child
+            setattr(parent, name, ours)
 
     def _replacement(self, module: nn.Module) -> nn.Module | None:
         """Ours for a module; None if only those within it may have one."""
@@ -173,7 +174,7 @@ class Layers:
         if type(module) is nn.Embedding:
             return _Function(rows, dtype)
         module.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
-        return _Instead(module, nn.functional.embedding, rows)
+        return _Instead(module, {nn.functional.embedding: rows})
 
     def _router(self, router: Any) -> nn.Module:
         """A mixture's router, whose product is ours: torch's own depends on the number of rows."""
@@ -184,7 +185,7 @@ class Layers:
         def product(x: torch.Tensor) -> torch.Tensor:
             return linear(x.reshape(-1, x.shape[-1]).float()).view(*x.shape[:-1], -1).to(x.dtype)
 
-        return _Instead(router, nn.functional.linear, product)
+        return _Instead(router, {nn.functional.linear: product} | _SIGMOIDS)
 
 
 def _activation(module: nn.Module, placement: Placement) -> nn.Module | None:
@@ -268,12 +269,12 @@ class _Shared:
 
 
 class _Instead(nn.Module):
-    """A module that calls one function of torch, in whose place comes ours, whatever its weight is called."""
+    """A module that calls functions of torch in whose place come ours, whatever its weights are called."""
 
-    def __init__(self, module: nn.Module, function: Callable[..., Any], ours: Rows) -> None:
+    def __init__(self, module: nn.Module, ours: dict[Callable[..., Any], Rows]) -> None:
         super().__init__()
         self._module = module
-        self._mode = _InsteadMode(function, ours)
+        self._mode = _InsteadMode(ours)
 
     def forward(self, *args: Any, **options: Any) -> Any:
         with self._mode:
@@ -281,15 +282,15 @@ class _Instead(nn.Module):
 
 
 class _InsteadMode(TorchFunctionMode):
-    def __init__(self, function: Callable[..., Any], ours: Rows) -> None:
+    def __init__(self, ours: dict[Callable[..., Any], Rows]) -> None:
         super().__init__()
-        self._function = function
         self._ours = ours
 
     def __torch_function__(
         self, function: Callable[..., Any], _: Any, args: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
-        return self._ours(args[0]) if function is self._function else function(*args, **(options or {}))
+        ours = self._ours.get(function)
+        return function(*args, **(options or {})) if ours is None else ours(args[0])
 
 
 class _Experts(nn.Module):
@@ -318,7 +319,7 @@ class _Experts(nn.Module):
         self._padded_rows = placement.padded_rows
         if hasattr(module, "act_fn") and (ours := _activation(module.act_fn, placement)) is not None:
             module.act_fn = ours
-        self._sigmoid = _InsteadMode(torch.sigmoid, sigmoid)  # which gpt-oss has in its gate
+        self._sigmoid = _InsteadMode(_SIGMOIDS)  # which gpt-oss has in its gate
         self._gate = module._apply_gate if module.has_gate else module.act_fn  # noqa: SLF001
         self._norm = module.post_expert_norm if module.has_post_expert_norm else None
 
