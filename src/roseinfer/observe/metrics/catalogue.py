@@ -8,6 +8,7 @@ where a stamp is missing; nothing here is clamped, rounded or remembered.
 
 import platform
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -594,60 +595,53 @@ _VLLM = (
 )
 
 GC_PAUSE, SCRAPE_DURATION = "roseinfer_gc_pause_seconds", "roseinfer_scrape_duration_seconds"
-_EXPORTER = (
-    Row(
-        name="roseinfer_build_info",
-        kind="info",
-        is_per_model=False,
-        help="Always 1: the version of roseinfer and of the Python it runs on.",
-        source=InfoAtScrape(("version", "python"), lambda state: (state.version, platform.python_version())),
-    ),
-    Row(
-        name=GC_PAUSE,
-        kind="histogram",
-        unit="seconds",
-        buckets=HOST_S,
-        is_per_model=False,
-        help="Start of a garbage collection in the front end → its end; nothing is read or written meanwhile. Once per "
-        "collection, of any generation.",
-        source=AtExporter(),
-    ),
-    Row(
-        name=SCRAPE_DURATION,
-        kind="histogram",
-        unit="seconds",
-        buckets=HOST_S,
-        is_per_model=False,
-        help="Start of rendering this page → its bytes are ready. Once per scrape; the scrape under way is not in it.",
-        source=AtExporter(),
-    ),
-    Row(
-        name="roseinfer_observability_seconds_total",
-        kind="counter",
-        unit="seconds",
-        is_per_model=False,
-        help="Time the front end spent on telling observers of facts or on sending facts to the telemetry process; "
-        "without one, on rendering this page too.",
-        source=AtScrape(lambda state: {"": state.observability_ns / NS_PER_S}),
-    ),
-    Row(
-        name="roseinfer_telemetry_dropped_total",
-        kind="counter",
-        labels=(Label(name="signal", values=("interval", "log_line", "span", "fact")),),
-        is_per_model=False,
-        help="Facts that were lost: intervals refused because negative, which is a mistake in a stamp, log lines "
-        "for which the queue had no room or the stream failed, spans likewise, and facts (steps, writes, begins and "
-        "ends of requests) that the telemetry process did not take or that came while there was none. Counters of "
-        "requests, tokens and errors hold those too.",
-        source=AtScrape(dropped),
-    ),
-    Row(
-        name="roseinfer_telemetry_restarts_total",
-        kind="counter",
-        is_per_model=False,
-        help="Starts of a new telemetry process in the place of one that had died; histograms begin again at 0 then.",
-        source=AtScrape(lambda state: {"": state.num_telemetry_restarts}),
-    ),
+_EXPORTER = tuple(
+    replace(row, is_per_model=False)
+    for row in (
+        info(
+            "roseinfer_build_info",
+            InfoAtScrape(("version", "python"), lambda state: (state.version, platform.python_version())),
+            "Always 1: the version of roseinfer and of the Python it runs on.",
+        ),
+        histogram(
+            GC_PAUSE,
+            "seconds",
+            HOST_S,
+            AtExporter(),
+            "Start of a garbage collection in the front end → its end; nothing is read or written meanwhile. Once per "
+            "collection, of any generation.",
+        ),
+        histogram(
+            SCRAPE_DURATION,
+            "seconds",
+            HOST_S,
+            AtExporter(),
+            "Start of rendering this page → its bytes are ready. Once per scrape; the scrape under way is not in it.",
+        ),
+        counter(
+            "roseinfer_observability_seconds_total",
+            "seconds",
+            AtScrape(lambda state: {"": state.observability_ns / NS_PER_S}),
+            "Time the front end spent on telling observers of facts or on sending facts to the telemetry process; "
+            "without one, on rendering this page too.",
+        ),
+        counter(
+            "roseinfer_telemetry_dropped_total",
+            "",
+            AtScrape(dropped),
+            "Facts that were lost: intervals refused because negative, which is a mistake in a stamp, log lines "
+            "for which the queue had no room or the stream failed, spans likewise, and facts (steps, writes, begins "
+            "and ends of requests) that the telemetry process did not take or that came while there was none. Counters "
+            "of requests, tokens and errors hold those too.",
+            Label(name="signal", values=("interval", "log_line", "span", "fact")),
+        ),
+        counter(
+            "roseinfer_telemetry_restarts_total",
+            "",
+            AtScrape(lambda state: {"": state.num_telemetry_restarts}),
+            "Starts of a new telemetry process in the place of one that had died; histograms begin again at 0 then.",
+        ),
+    )
 )
 
 GROUPS = {
