@@ -181,6 +181,26 @@ async def test_an_idle_server_leaves_at_once(
     assert told(caplog) == [("INFO", "drained, all requests have ended"), ("INFO", "stopped with exit code 0")]
 
 
+@pytest.mark.parametrize("is_ignored", [False, True])
+async def test_the_end_of_the_terminal_drains_however_often_it_is_reported(tmp_path: Path, is_ignored: bool) -> None:
+    """Shell and kernel both send SIGHUP; `nohup` has it ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)
+    try:
+        async with running(tmp_path) as server:
+            async with await server.open_and_say("a") as response:
+                send(signal.SIGHUP)
+                await server.until("/readyz", 200 if is_ignored else 503)
+                send(signal.SIGHUP)
+                server.engine.say("b", FinishReason.LENGTH)
+                *_, last = await read_events(response)
+                assert last == "[DONE]"
+            if is_ignored:
+                send(signal.SIGTERM)
+            assert await asyncio.wait_for(server.task, PATIENCE_S) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 async def test_a_drain_lets_streams_finish_and_refuses_new_requests(tmp_path: Path) -> None:
     async with running(tmp_path) as server:
         async with await server.open_and_say("a") as response:

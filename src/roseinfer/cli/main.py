@@ -155,11 +155,11 @@ def _fail_output(error: OSError) -> int:
 
 
 def _signals_end_the_start() -> AbstractContextManager[None]:
-    """Until the server hears SIGTERM and Ctrl-C itself, they end the process as they end a server: with exit code 0.
+    """Until the server hears signals itself, they end the process as they end a server: with exit code 0.
 
     They do so at once, and raise nothing: an import that is interrupted could take it for a failure of its own.
     """
-    return _handling(lambda *_: os._exit(0), signal.SIGTERM, signal.SIGINT)
+    return _handling(lambda *_: os._exit(0), signal.SIGTERM, signal.SIGINT, *_end_of_terminal())
 
 
 def _signals_unwind() -> AbstractContextManager[None]:
@@ -167,9 +167,13 @@ def _signals_unwind() -> AbstractContextManager[None]:
 
     Otherwise a server that a comparison has started would go on for ever, and `top` would leave its screen behind.
     """
-    # `nohup` has the end of the terminal ignored.
-    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    numbers = [number for number in (signal.SIGTERM, *_end_of_terminal()) if signal.getsignal(number) == signal.SIG_DFL]
     return _handling(_unwind, *numbers)
+
+
+def _end_of_terminal() -> list[signal.Signals]:
+    """SIGHUP, unless `nohup` has it ignored."""
+    return [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
 
 
 def _unwind(number: int, _: FrameType | None) -> None:

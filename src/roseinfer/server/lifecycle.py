@@ -105,19 +105,26 @@ class Restarts:
 
 
 class _Signals:
-    """Counts SIGTERM and SIGINT: the first asks for a drain, the second for the exit."""
+    """Counts SIGTERM and SIGINT: the first asks for a drain, the second for the exit.
+
+    The end of the terminal asks for a drain, however often it is reported: shell and kernel both do. `nohup` has it
+    ignored.
+    """
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
+        self._handlers = {signal.SIGTERM: self._receive, signal.SIGINT: self._receive}
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            self._handlers[signal.SIGHUP] = self.first.set
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._receive)
+        for number, handler in self._handlers.items():
+            asyncio.get_running_loop().add_signal_handler(number, handler)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in self._handlers:
             asyncio.get_running_loop().remove_signal_handler(number)
 
     def _receive(self) -> None:
