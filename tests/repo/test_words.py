@@ -17,7 +17,7 @@ UNSAFE_CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "
 
 CATCHES_ALL = frozenset({"server/middleware.py", "engine/loop.py", "observe/hub.py"})
 # Programs, and the SDK, which reads its own.
-READS_ENVIRONMENT = frozenset({"cli/main.py", "observe/otel.py", "ray/child.py", "ray/serve.py"})
+READS_ENVIRONMENT = frozenset({"cli/commands.py", "cli/main.py", "observe/otel.py", "ray/child.py", "ray/serve.py"})
 
 SOURCES = python_files(SOURCE)
 PROGRAMS = [*SOURCES, *python_files(ROOT / "tools")]
