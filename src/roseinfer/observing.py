@@ -19,7 +19,7 @@ from roseinfer.messages import BeginProfile
 from roseinfer.observe import logs
 from roseinfer.observe.metrics.totals import Load
 from roseinfer.observe.observation import Observation, import_exporters
-from roseinfer.observe.recorder import capture
+from roseinfer.observe.recorder.capture_files import profile_directory, write_profile_manifest
 from roseinfer.observe.telemetry.link import Link
 from roseinfer.observe.telemetry.process import Setup
 from roseinfer.observe.telemetry.receiver import Receiver
@@ -166,8 +166,8 @@ def debug_routes(
 ) -> list[web.RouteDef]:
     """The routes under `/debug`; `num_tasks` counts those of the front end, where it is another process."""
     observe = config.observe
-    new_directory = partial(capture.profile_directory, observe.capture_dir, observe.capture_max_mib)
-    write_manifest = partial(capture.write_profile_manifest, observation.capture.facts)
+    new_directory = partial(profile_directory, observe.capture_dir, observe.capture_max_mib)
+    write_manifest = partial(write_profile_manifest, observation.capture.facts)
     return [
         *debug.routes(observation.flight),
         profile.route(profile_steps, new_directory, write_manifest),

@@ -1,4 +1,4 @@
-"""Rules are parsed and refused with their place; a breach leaves a directory that says what happened around it."""
+"""A breach leaves a directory that says what happened around it."""
 
 import asyncio
 import json
@@ -9,92 +9,17 @@ from typing import Any
 
 import pytest
 
-from roseinfer.config.options import Config, ModelConfig, ObserveConfig, ServerConfig
+from roseinfer.config.options import Config, ModelConfig, ObserveConfig
 from roseinfer.errors import ConfigError, Conflict
 from roseinfer.messages import ProfileEnded
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap
-from roseinfer.observe.recorder import capture
-from roseinfer.observe.recorder.capture import BreachCapture, Rule, Window, parse_rules
+from roseinfer.observe.recorder.capture import BreachCapture
+from roseinfer.observe.recorder.capture_files import write_profile_manifest
 from roseinfer.observe.recorder.recorder import FlightRecorder
 from roseinfer.observe.recorder.recording import Recording
 from roseinfer.records import Advanced, Arrival, Delivery, RequestTimeline
 from tests.unit.observe.facts import make_step, make_timeline, writes_of
-
-MS, S = 1_000_000, 1_000_000_000
-
-
-@pytest.mark.parametrize(
-    ("text", "rule"),
-    [
-        ("3 gaps over 60 ms in 10 s",
-         Rule(text="3 gaps over 60 ms in 10 s", count=3, subject="gap", over_ns=60 * MS, window_ns=10 * S)),
-        ("1 gap over 1.5s in 500ms",
-         Rule(text="1 gap over 1.5s in 500ms", count=1, subject="gap", over_ns=1500 * MS, window_ns=500 * MS)),
-        ("1 ttft over 2 s in 30 s",
-         Rule(text="1 ttft over 2 s in 30 s", count=1, subject="ttft", over_ns=2 * S, window_ns=30 * S)),
-        ("2  slow gaps in 60 s",
-         Rule(text="2  slow gaps in 60 s", count=2, subject="slow gap", window_ns=60 * S)),
-        (" 1 slow gap of graph_capture in 60 s ",
-         Rule(text="1 slow gap of graph_capture in 60 s", count=1, subject="slow gap", cause=Cause.GRAPH_CAPTURE,
-              window_ns=60 * S)),
-        ("1 slow gap of h2d_copy in 60 s",
-         Rule(text="1 slow gap of h2d_copy in 60 s", count=1, subject="slow gap", cause=Cause.H2D_COPY,
-              window_ns=60 * S)),
-    ],
-)  # fmt: skip
-def test_a_rule_is_read(text: str, rule: Rule) -> None:
-    assert parse_rules([text]) == [rule]
-
-
-@pytest.mark.parametrize(
-    ("text", "character", "expected"),
-    [
-        ("", 1, "a count"),
-        ("gaps over 60 ms in 10 s", 1, "a count"),
-        ("0 gaps over 60 ms in 10 s", 1, "a count"),
-        ("-1 gaps over 60 ms in 10 s", 1, "a count"),
-        ("2.5 gaps over 60 ms in 10 s", 1, "a count"),
-        ("3 steps over 60 ms in 10 s", 3, "`gap` or `gaps` or `ttft` or `slow`"),
-        ("3 gaps under 60 ms in 10 s", 8, "`over`"),
-        ("3 gaps over sixty ms in 10 s", 13, "a duration"),
-        ("3 gaps over 0 ms in 10 s", 13, "a duration"),
-        ("3 gaps over 9999999 s in 10 s", 13, "a duration"),
-        ("3 gaps over 60 min in 10 s", 16, "`ms` or `s`"),
-        ("3 gaps over 60 in 10 s", 16, "`ms` or `s`"),
-        ("3 gaps over 60 ms", 18, "`in`"),
-        ("3 gaps over 60 ms in", 21, "a duration"),
-        ("3 gaps over 60 ms in 10 s please", 27, "the end of the rule"),
-        ("3 gaps over 60 ms in 10 s, 1 ttft", 26, "the end of the rule"),
-        ("1 slow ttft in 10 s", 8, "`gap` or `gaps`"),
-        ("1 slow gap of lunch in 10 s", 15, "`decode` or"),
-        ("1 slow gap over 60 ms in 10 s", 12, "`of` or `in`"),
-    ],
-)
-def test_a_malformed_rule_is_refused_at_its_place(text: str, character: int, expected: str) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        parse_rules(["1 slow gap in 1 s", text])
-    assert refusal.value.param == "observe.capture_rules"
-    assert refusal.value.message.startswith(f"rule 2 ({text!r}), character {character}: expected {expected}")
-
-
-def window(text: str) -> Window:
-    return Window(*parse_rules([text]))
-
-
-def test_a_rule_is_broken_by_so_many_events_in_its_window() -> None:
-    three = window("3 gaps over 60 ms in 10 s")
-    assert three.add(0, "a", "") is None
-    assert three.add(1 * S, "b", "t") is None
-    assert three.add(11 * S, "a", "") is None, "the first is out of the window by now"
-    assert three.add(11 * S, "c", "") == {"b": "t", "a": "", "c": ""}
-
-
-def test_a_request_that_breaks_a_rule_twice_is_named_once() -> None:
-    two = window("2 gaps over 60 ms in 10 s")
-    assert two.add(0, "a", "") is None
-    assert two.add(0, "a", "") == {"a": ""}
-
 
 MS, S = 1_000_000, 1_000_000_000
 
@@ -258,28 +183,12 @@ async def test_the_oldest_captures_make_room(tmp_path: Path) -> None:
     assert sum(file.stat().st_size for path in left for file in path.iterdir()) <= 0.06 * (1 << 20)
 
 
-def test_a_profile_by_hand_makes_room_for_itself(tmp_path: Path) -> None:
-    directories: list[Path] = []
-    for _ in range(4):
-        directories.append(capture.profile_directory(str(tmp_path / "captures"), max_mib=0.06))
-        directories[-1].mkdir(parents=True)
-        (directories[-1] / "trace.json").write_bytes(bytes(50_000))
-    assert [directory.exists() for directory in directories] == [False, False, True, True]
-
-
-def test_a_manifest_that_cannot_be_written_leaves_no_part(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").mkdir()
-    with pytest.raises(IsADirectoryError):
-        capture.write_profile_manifest({}, tmp_path, 20)
-    assert [path.name for path in tmp_path.iterdir()] == ["manifest.json"]
-
-
 async def test_the_manifest_of_a_profile_by_hand_has_the_keys_of_a_breach(tmp_path: Path) -> None:
     world = World(tmp_path, "1 gap over 60 ms in 10 s")
     world.gap(70)
     [directory] = await world.settle()
     breach = manifest(directory)
-    capture.write_profile_manifest(world.capture.facts, tmp_path, 20)
+    write_profile_manifest(world.capture.facts, tmp_path, 20)
     by_hand = manifest(tmp_path)
     assert by_hand.keys() == breach.keys()
     assert by_hand["profile"] == {"num_steps": 20, "trace": "trace.json"}
@@ -376,18 +285,3 @@ async def test_a_disk_that_refuses_costs_the_capture_and_no_more(
     world.gap(70)
     assert captures_under_way(), "it watches on"
     await asyncio.wait(captures_under_way())
-
-
-def test_the_facts_of_a_manifest_hold_no_secret_and_name_the_versions(tmp_path: Path) -> None:
-    config = Config(
-        model=ModelConfig(path="roseinfer/demo"),
-        server=ServerConfig(api_key_file=str(tmp_path / "secret-keys"), host="10.1.2.3"),
-        observe=ObserveConfig(capture_dir=str(tmp_path)),
-    )
-    facts = capture.manifest_facts(config, "1.2.3")
-    text = json.dumps(facts)
-    assert "secret-keys" not in text
-    assert "10.1.2.3" not in text
-    assert facts["config"]["scheduler"]["max_num_seqs"] == 64
-    assert facts["versions"]["roseinfer"] == "1.2.3"
-    assert {"python", "torch", "numpy", "nvidia_driver"} <= set(facts["versions"])
