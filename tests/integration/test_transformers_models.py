@@ -6,6 +6,7 @@ differ by rounding alone.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -455,6 +456,29 @@ def test_an_expert_of_another_shape_is_named(tmp_path: Path) -> None:
     save_file(tensors | {name: tensors[name].t().contiguous()}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=f"has {name} in another shape than the tensors of its kind"):
         load_directory(tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "mixtral"])
+def test_a_head_of_another_shape_than_the_table_it_is_tied_to_is_named(model_type: str, tmp_path: Path) -> None:
+    """As of a vocabulary that grew in one of the two. Transformers would compare them; Mixtral's w1 and w2 differ."""
+    random_model(model_type, tie_word_embeddings=True).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": table[:-1].clone()}, tmp_path / "model.safetensors")
+    rows, columns = table.shape
+    expected = re.escape(f"has lm_head.weight as {[rows - 1, columns]} where config.json asks for {[rows, columns]}")
+    with pytest.raises(ConfigError, match=expected):
+        load_directory(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["torch_dtype", "dtype"])
+def test_a_type_that_torch_does_not_know_has_no_effect(name: str, tmp_path: Path) -> None:
+    """Nor has one that it knows: `model.dtype` says what weights become."""
+    random_model("gemma2").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": None, name: "bf16"}))
+    assert load_directory(tmp_path).info.dtype == "float32"
+    assert outline(tmp_path)["served_by"] == "transformers"
 
 
 def test_tensors_that_do_not_fit(

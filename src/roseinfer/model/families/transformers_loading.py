@@ -6,7 +6,7 @@ code of a checkpoint is ever run.
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -102,6 +102,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, on_parameter: OnParameter |
                 raise refusal from error
             if (name := checkpoint.misshapen()) is not None:
                 refuse(checkpoint, f"has {name} in another shape than the tensors of its kind")
+            _check_shapes(checkpoint)
             raise
 
     hook: Any = None if on_parameter is None else register_module_parameter_registration_hook(on_parameter)  # type: ignore[arg-type]  # its annotation forgets the result
@@ -113,7 +114,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, on_parameter: OnParameter |
     if missing := found.get("missing_keys"):
         refuse(checkpoint, f"has no tensor {min(missing)}")
     for name, stored, wanted in sorted(found.get("mismatched_keys") or ()):
-        refuse(checkpoint, f"has {name} as {list(stored)} where config.json asks for {list(wanted)}")
+        _refuse_shape(checkpoint, name, stored, wanted)
     unread = sorted(found.get("unexpected_keys") or ())
     if checkpoint.quantization and (scales := [name for name in unread if name.endswith(".scales")]):
         refuse(checkpoint, f"has {scales[0]}: AWQ scales an activation by it, which is not supported")
@@ -123,6 +124,17 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, on_parameter: OnParameter |
     checkpoint.let_go()
     _fix_ropes(_with_base(model, checkpoint))
     return model.train(False)
+
+
+def _check_shapes(checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for a tensor that has not the shape of the module of its name."""
+    for name, wanted in modules(checkpoint).state_dict().items():
+        if name in checkpoint.names and (stored := checkpoint.lent(name)).shape != wanted.shape:
+            _refuse_shape(checkpoint, name, stored.shape, wanted.shape)
+
+
+def _refuse_shape(checkpoint: Checkpoint, name: str, stored: Iterable[int], wanted: Iterable[int]) -> NoReturn:
+    refuse(checkpoint, f"has {name} as {list(stored)} where config.json asks for {list(wanted)}")
 
 
 def _with_base(model: Any, checkpoint: Checkpoint) -> Any:
@@ -159,7 +171,10 @@ def _read_config(checkpoint: Checkpoint) -> tuple[Any, Any]:
     """The configuration, and the class of transformers that computes the model."""
 
     def read() -> Any:
-        return transformers.AutoConfig.from_pretrained(checkpoint.directory, trust_remote_code=False)
+        # A type of ours stands for the file's, which has no effect, and may have a name that torch does not know.
+        return transformers.AutoConfig.from_pretrained(
+            checkpoint.directory, trust_remote_code=False, dtype=torch.float32
+        )
 
     config = _of_transformers(read, checkpoint)
     vars(config).pop("quantization_config", None)  # the weights come as floats

@@ -153,9 +153,9 @@ class Checkpoint:
         return sum(math.prod(shape) * num_each for shape, num_each in shapes if len(shape) == 2)
 
     def misshapen(self) -> str | None:
-        """A tensor of another shape than most whose names differ from its own in numbers alone, such as experts."""
+        """A tensor of another shape than most whose names differ from its own in their place alone, such as experts."""
         shapes = {name: tuple(self._open(file).get_slice(name).get_shape()) for name, file in self._file_of.items()}
-        kinds = {name: re.sub(r"\d+", "", name) for name in shapes}
+        kinds = {name: re.sub(r"\b\d+\b", "", name) for name in shapes}
         counts, totals = Counter((kinds[name], shape) for name, shape in shapes.items()), Counter(kinds.values())
         odd = (name for name, shape in shapes.items() if 2 * counts[kinds[name], shape] < totals[kinds[name]])
         return min(odd, default=None)
