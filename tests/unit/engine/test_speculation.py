@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from roseinfer.engine.core.batch import MAX_STEP_DRAFTS
 from roseinfer.engine.core.constraint import Constraint, MaskArray, Matcher
 from roseinfer.engine.core.engine import Engine
 from roseinfer.engine.core.sequence import SlotTable
@@ -239,6 +240,20 @@ def test_what_a_grammar_forces_takes_no_step_of_its_own() -> None:
     assert without.tokens == with_drafts.tokens
     assert without.reasons == with_drafts.reasons
     assert len(with_drafts.steps) < 0.3 * len(without.steps)
+
+
+@pytest.mark.parametrize("budget", [24, 256])
+def test_drafts_end_with_the_budget_the_step_and_the_context(budget: int) -> None:
+    """Those that grammars force and those that repeat the text share one budget."""
+    grammars = [Grammar("lark", "45 99"), None, None, None]
+    requests = [make_request(f"r{i}", [1, 2, i], max_tokens=125, grammar=grammars[i % 4]) for i in range(8)]
+    config = {"num_blocks": 128, "max_num_batched_tokens": budget}
+    off = live(engine_of(**config), requests, [0] * 8, {})
+    on = live(engine_of(can_speculate=True, speculation=16, **config), requests, [0] * 8, {})
+    assert on.tokens == off.tokens
+    assert max(map(len, on.tokens.values())) == 125, "to the end of the context"
+    most = max(step.record.num_draft_tokens for step in on.steps)
+    assert most == MAX_STEP_DRAFTS if budget == 256 else 16 <= most < budget
 
 
 def test_drafts_end_where_the_grammar_does() -> None:

@@ -17,6 +17,7 @@ from roseinfer.engine.invariants import assert_invariants
 from roseinfer.messages import Grammar, Request, SamplingParams
 from roseinfer.records import FinishReason
 from tests.unit.engine.harness import EOS, VOCAB_SIZE, Transcript, make_engine, make_request, run_to_end
+from tests.unit.engine.poison import poison
 
 BASE = 10  # tokens 10 to 19 are the digits
 
@@ -47,6 +48,7 @@ class Counting:
         allowed[token_id // 32] |= np.uint32(1 << (token_id % 32))
 
     def accept(self, token_id: int) -> None:
+        assert token_id >= 0, "no token"
         if token_id != BASE + self.num_tokens % 10:
             self.has_failed = True
         self.num_tokens += 1
@@ -111,6 +113,16 @@ def test_the_text_follows_the_grammar_and_ends_with_it(depth: int) -> None:
     assert transcript.reasons["a"] is FinishReason.STOP
     last = next(o for step in transcript.steps for o in step.outputs if o.finish_reason is not None)
     assert last.stop_token_id is None  # its last token is text
+
+
+def test_a_row_that_failed_advances_no_grammar() -> None:
+    engine = poison(engine_with(), lambda name, position: name == "bad" and position == 5)
+    for name in ("bad", "other"):
+        engine.add_request(constrained(name, "7"))
+    transcript = run_to_end(engine)
+    assert transcript.tokens == {"bad": digits(2), "other": digits(7)}
+    assert transcript.reasons == {"bad": FinishReason.ERROR, "other": FinishReason.STOP}
+    assert not any(output.grammar_error for step in transcript.steps for output in step.outputs)
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -151,12 +151,14 @@ def test_finished_blocks_are_free_in_the_finishing_step() -> None:
     assert last.record.num_running == 0
 
 
-def test_eos_and_stop_tokens_end_a_request() -> None:
+@pytest.mark.parametrize("max_tokens", [30, 5])  # with 5 it is the last token anyway
+def test_eos_and_stop_tokens_end_a_request(max_tokens: int) -> None:
     free = run_alone(make_request("a", max_tokens=30))
+    assert free.index(free[4]) == 4
     engine = make_engine()
-    engine.add_request(make_request("stop", max_tokens=30, stop_token_ids=(free[4],)))
+    engine.add_request(make_request("stop", max_tokens=max_tokens, stop_token_ids=(free[4],)))
     transcript = run_to_end(engine)
-    assert transcript.tokens["stop"] == free[: free.index(free[4]) + 1]
+    assert transcript.tokens["stop"] == free[:5]
     assert transcript.reasons["stop"] is FinishReason.STOP
     assert transcript.steps[-1].outputs[0].stop_token_id == free[4]
 
