@@ -124,6 +124,7 @@ class FakeRunner:
                 mask = masks.get((slot, start + count))
                 while mask is not None and not mask[token_id // 32] >> (token_id % 32) & 1:
                     token_id = (token_id + 1) % self._vocab_size
+                assert token_id not in _barred_ids(self._bindings[slot], start + count), "the mask leaves nothing"
                 is_drafted = batch.drafted is not None and bool(batch.drafted[row] >= 0)
                 drawn.append((slot, self._memory[places], token_id, is_drafted))
                 self._last_token[slot] = token_id
@@ -174,14 +175,19 @@ class FakeRunner:
 
     def _next_token(self, history: Int32Array, binding: SlotBinding) -> int:
         assert (history >= 0).all(), "a KV entry was read before it was written"
-        num_generated, params = len(history) - binding.num_prompt_tokens, binding.params
+        barred, params = _barred_ids(binding, len(history)), binding.params
         if self._repeats and len(history) % 11:
             history = history[-2:] % 5
         seed = 0 if params.is_greedy else params.seed or 0
         digest = hashlib.blake2b(history.tobytes(), digest_size=8, salt=seed.to_bytes(8, "little")).digest()
         token_id = int.from_bytes(digest, "little") % self._vocab_size
-        barred = {*binding.eos_token_ids, *params.stop_token_ids}
-        if num_generated < params.min_tokens:
-            while token_id in barred:
-                token_id = (token_id + 1) % self._vocab_size
+        while token_id in barred:
+            token_id = (token_id + 1) % self._vocab_size
         return token_id
+
+
+def _barred_ids(binding: SlotBinding, num_known: int) -> set[int]:
+    """The tokens that may not come next, since `min_tokens` are not reached."""
+    if num_known - binding.num_prompt_tokens >= binding.params.min_tokens:
+        return set()
+    return {*binding.eos_token_ids, *binding.params.stop_token_ids}
