@@ -281,7 +281,8 @@ class ChatTemplate:
                 pieces.append(piece)
         except _REFUSALS as error:
             refused = f"the messages with `{VARIABLES_FIELD}`" if variables else "the messages"
-            raise InvalidRequest(f"The chat template refused {refused}: {error}.", param="messages") from None
+            reason = str(error).removesuffix(".")
+            raise InvalidRequest(f"The chat template refused {refused}: {reason}.", param="messages") from None
         return "".join(pieces)
 
 

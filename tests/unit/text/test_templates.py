@@ -307,6 +307,12 @@ def test_a_value_that_the_template_cannot_use_is_named_beside_the_messages() -> 
     assert "refused the messages with `chat_template_kwargs`" in error.message
 
 
+@pytest.mark.parametrize("reason", ["No user query", "No user query."])
+def test_the_reason_of_a_template_ends_with_one_full_stop(reason: str) -> None:
+    error = refused(f"{{{{ raise_exception({reason!r}) }}}}")
+    assert error.message == "The chat template refused the messages: No user query."
+
+
 def test_a_value_stays_in_the_sandbox() -> None:
     assert "unsafe" in refused("{{ budget.__class__.__mro__ }}", budget="a").message
     assert "unsafe" in refused("{{ budget.append(1) }}", budget=[]).message
