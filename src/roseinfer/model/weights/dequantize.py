@@ -76,10 +76,12 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int | None = None
     q_group_size: int | None = None  # in `quant_config.json`
     weight_block_size: tuple[int, int] | None = None
+    weight_scale_semantics: str | None = None  # `inverse` in FP8 of GPTQModel: what weights were multiplied by
     config_groups: dict[str, _Scheme] = {}
     format: str | None = None
     checkpoint_format: str | None = None
     is_marlin_format: bool = False
+    rotation: str | None = None  # of the inputs of a layer's last linear, by GPTQModel
     version: str | None = None  # of AWQ, which is `format` in files of GPTQModel
     quant_algo: str | None = "FP8"  # of ModelOpt; null where only the KV cache was quantised
     sparsity_config: dict[str, Any] | None = None
@@ -160,7 +162,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
         match self.quant_method:
             case "gptq":
                 layout = "marlin" if self.is_marlin_format else self.checkpoint_format or self.format or "gptq"
-                return [layout, f"{self.bits} bits"]
+                return [layout, f"{self.bits} bits", *(["rotated"] if self.rotation else [])]
             case "awq":
                 return [(self.version or self.format or "gemm").lower(), f"{self.bits} bits"]
             case "modelopt":
@@ -187,6 +189,7 @@ def _compressed(parts: Parts, quantization: Quantization) -> torch.Tensor:
     """FP8 or int8 in the place of the float weight, or packed numbers with half their range added."""
     scales = parts["weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"]
     scales = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales  # powers of two
+    scales = scales.float().reciprocal() if quantization.weight_scale_semantics == "inverse" else scales
     zeros, order = (
         parts[part] if quantization.needs(part) else parts.get(part) for part in ("weight_zero_point", "weight_g_idx")
     )

@@ -126,6 +126,16 @@ def test_zeros_that_are_not_packed_as_the_numbers_are(tmp_path: Path) -> None:
         assert torch.equal(checkpoint.tensor("a.weight", (64, 96)), expected)
 
 
+@pytest.mark.parametrize("name", ["fp8, a scale each", "fp8, blocks"])
+def test_fp8_scales_of_gptqmodel_are_divided_by(tmp_path: Path, name: str) -> None:
+    parts, expected = FORMATS[name].store(random_weight(64, 96))
+    scale = parts.pop("weight_scale_inv" if name == "fp8, blocks" else "weight_scale")
+    parts["weight_scale_inv"] = 1 / scale
+    config = FORMATS[name].config | {"format": "float8_e4m3fn", "weight_scale_semantics": "inverse"}
+    with Checkpoint(write(tmp_path, of_module("a", parts), config)) as checkpoint:
+        torch.testing.assert_close(checkpoint.tensor("a.weight", (64, 96)), expected, rtol=1e-6, atol=0)
+
+
 def test_the_section_has_another_name_in_the_first_files_of_compressed_tensors(tmp_path: Path) -> None:
     method = FORMATS["compressed-tensors, W4A16"]
     parts, expected = method.store(random_weight(64, 96))
@@ -223,6 +233,7 @@ def test_packed_matrices_count_as_what_they_hold(tmp_path: Path) -> None:
         ({"quant_method": "awq", "version": "GEMV"}, "format awq gemv are not read"),
         ({"quant_method": "awq", "version": None, "format": "gemv_fast"}, "format awq gemv_fast are not read"),
         ({"quant_method": "gptq", "bits": 3}, "format gptq 3 bits are not read"),
+        ({"quant_method": "gptq", "rotation": "hadamard"}, "format gptq rotated are not read"),
         ({"quant_method": "awq", "bits": 8}, "format awq 8 bits are not read"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "format modelopt NVFP4 are not read"),
         (compressed("nvfp4-pack-quantized"), "format compressed-tensors nvfp4-pack-quantized are not read"),
