@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
@@ -11,6 +13,7 @@ from pydantic import TypeAdapter
 from roseinfer.errors import EngineFailed
 from roseinfer.messages import Request, Thought, TokenOutput
 from roseinfer.records import FinishReason
+from roseinfer.text.answers.answer import AnswerParser
 from tests.integration.test_http_tools import Checks
 from tests.unit.server.harness import (
     Answer,
@@ -252,6 +255,19 @@ async def test_tokens_of_calls_are_not_scored_as_text(is_streamed: bool, interva
     _, first, _, second, _ = output
     scored = ["".join(entry["token"] for entry in item["content"][0]["logprobs"]) for item in (first, second)]
     assert scored == ["So: ", "}\n</tool_call> or "], "a text has the end of the call before it, too"
+
+
+async def test_scored_thoughts_are_read_once_each() -> None:
+    text = ids(f"<think>{'T' * 300}</think>So")
+
+    def reply(request: Request) -> Iterator[TokenOutput]:
+        for token in text:
+            yield TokenOutput(request.request_id, [token], [logprobs_of(token, 0)])
+        yield TokenOutput(request.request_id, [], None, FinishReason.STOP, None, times())
+
+    with mock.patch.object(AnswerParser, "read", autospec=True, side_effect=AnswerParser.read) as read:
+        await ask(reply, stream=True, include=["message.output_text.logprobs"])
+    assert read.call_count <= len(text) + 1
 
 
 @pytest.mark.parametrize("has_begun", [True, False])

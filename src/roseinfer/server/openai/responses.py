@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import takewhile
 from math import inf
 from typing import Any, Literal
 
@@ -140,8 +141,9 @@ class ResponseDialect(Dialect):
             yield Parts([text] if text else [])
             return
         begin = self._num_chars
-        for start in [*(start for start, _ in self._scored), begin + len(text)]:
-            piece = text[self._num_chars - begin : max(0, start - begin)]
+        new = takewhile(lambda start: start > begin, (start for start, _ in reversed(self._scored)))
+        for start in [*reversed([*new]), begin + len(text)]:
+            piece = text[self._num_chars - begin : start - begin]
             self._num_chars += len(piece)
             yield from self._parser.read(piece, is_last=False)
         if is_last:
