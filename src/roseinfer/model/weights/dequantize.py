@@ -81,7 +81,9 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
     format: str | None = None
     checkpoint_format: str | None = None
     is_marlin_format: bool = False
-    rotation: str | None = None  # of the inputs of a layer's last linear, by GPTQModel
+    rotation: str | None = None  # of activations: by GPTQModel, and in two forms by AutoRound
+    rotation_config: dict[str, Any] | None = None
+    spinquant_config: dict[str, Any] | None = None
     version: str | None = None  # of AWQ, which is `format` in files of GPTQModel
     quant_algo: str | None = "FP8"  # of ModelOpt; null where only the KV cache was quantised
     sparsity_config: dict[str, Any] | None = None
@@ -99,7 +101,8 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         known = _METHODS[self.quant_method][1] if self.quant_method in _METHODS else ()
-        for layout in self.layouts:
+        is_rotated = self.rotation or self.rotation_config or self.spinquant_config
+        for layout in [*self.layouts, *(["rotated"] if is_rotated else [])]:
             if layout not in known:
                 raise ValueError(
                     f"weights in the format {' '.join(dict.fromkeys((self.quant_method, layout)))} are not read; take "
@@ -162,7 +165,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
         match self.quant_method:
             case "gptq":
                 layout = "marlin" if self.is_marlin_format else self.checkpoint_format or self.format or "gptq"
-                return [layout, f"{self.bits} bits", *(["rotated"] if self.rotation else [])]
+                return [layout, f"{self.bits} bits"]
             case "awq":
                 return [(self.version or self.format or "gemm").lower(), f"{self.bits} bits"]
             case "modelopt":

@@ -234,6 +234,8 @@ def test_packed_matrices_count_as_what_they_hold(tmp_path: Path) -> None:
         ({"quant_method": "awq", "version": None, "format": "gemv_fast"}, "format awq gemv_fast are not read"),
         ({"quant_method": "gptq", "bits": 3}, "format gptq 3 bits are not read"),
         ({"quant_method": "gptq", "rotation": "hadamard"}, "format gptq rotated are not read"),
+        ({"quant_method": "awq", "spinquant_config": {"r1": True}}, "format awq rotated are not read"),
+        ({"quant_method": "fp8", "rotation_config": {"block_size": 32}}, "format fp8 rotated are not read"),
         ({"quant_method": "awq", "bits": 8}, "format awq 8 bits are not read"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "format modelopt NVFP4 are not read"),
         (compressed("nvfp4-pack-quantized"), "format compressed-tensors nvfp4-pack-quantized are not read"),
