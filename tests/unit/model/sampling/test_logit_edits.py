@@ -85,6 +85,7 @@ def textbook(logits: torch.Tensor, params: SamplingParams, generated: list[int])
 @pytest.mark.parametrize("generated", [[], [17], [33, 33, 9, 33, 4]], ids=str)
 def test_the_logits_of_the_reference(params: SamplingParams, generated: list[int]) -> None:
     logits = random_logits(1)[0]
+    logits[[5, 9, 17, 200]] = torch.tensor([0.5, -0.5, 1.5, 0.0])  # all around what a penalty distinguishes
     torch.testing.assert_close(
         edited(logits, params, generated), textbook(logits, params, generated), atol=2e-6, rtol=1e-6
     )
@@ -280,12 +281,13 @@ class Fixed:
 
 
 def masks() -> TokenMasks:
-    made = {}
-    for slot, allowed in MASKED.items():
-        pending: Future[Matcher] = Future()
-        pending.set_result(Fixed(allowed))
-        made[slot] = Constraint(pending, SamplingParams(), (), VOCAB)
-    return TokenMasks({(slot, int(POSITIONS[slot])): (constraint, 0) for slot, constraint in made.items()})
+    return TokenMasks({(slot, int(POSITIONS[slot])): (masked(allowed), 0) for slot, allowed in MASKED.items()})
+
+
+def masked(allowed: set[int]) -> Constraint:
+    pending: Future[Matcher] = Future()
+    pending.set_result(Fixed(allowed))
+    return Constraint(pending, SamplingParams(), (), VOCAB)
 
 
 def sampler(kernels: Kernels | None, params: SamplingParams) -> Sampler:
@@ -375,6 +377,17 @@ def test_masked_rows_draw_what_is_allowed_and_the_others_what_they_would(
     assert seen[1] == {7}
     assert len(seen[4]) > 5
     assert len(seen[3]) > 1
+
+
+def test_each_of_more_masked_rows_than_are_changed_at_a_time_has_its_own_mask(kernels: Kernels | None) -> None:
+    num_rows = GROUP + 3
+    made = Sampler(num_rows, VOCAB, CPU, kernels)
+    for slot in range(num_rows):
+        made.bind(SlotBinding(slot, SamplingParams(grammar=GRAMMAR), 5, ()))
+    all_masks = TokenMasks({(slot, 9): (masked({7 * slot}), 0) for slot in range(num_rows)})
+    slots, positions = np.arange(num_rows, dtype=np.int32), np.full(num_rows, 9, np.int32)
+    tokens, _ = made.sample(random_logits(num_rows), slots, positions, all_masks)
+    assert tokens.tolist() == [7 * slot for slot in range(num_rows)]
 
 
 def test_a_step_with_a_mask_is_not_for_a_graph() -> None:
