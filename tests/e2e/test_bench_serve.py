@@ -13,6 +13,7 @@ import pytest
 from roseinfer.bench.load import serve
 from roseinfer.bench.load.client import Pacer
 from roseinfer.bench.load.launcher import free_port
+from roseinfer.cli import commands
 from roseinfer.cli import main as cli
 from roseinfer.config.sources import LoadedConfig
 from roseinfer.observe.recorder.recording import Recording
@@ -80,7 +81,7 @@ def test_a_starved_generator_does_not_believe_itself(
     def run(arguments: argparse.Namespace, loaded: LoadedConfig) -> int:
         return serve.run(arguments, loaded, Pacer(sleep=lambda seconds: time.sleep(seconds + 0.2)))
 
-    monkeypatch.setattr(cli, "_load", run)
+    monkeypatch.setattr(commands, "_load", run)
     code, lines = bench(server, "--num-requests 4 --interval-ms 50 --max-tokens 2", capsys)
     assert code == serve.EXIT_INVALID
     assert value(lines, "Load generator").startswith("INVALID")
