@@ -252,15 +252,12 @@ def max_positions(config: Any, checkpoint: Checkpoint) -> int:
     if not isinstance(limit, int) or limit < 1:
         refuse(checkpoint, "does not say how many positions it has (max_position_embeddings)")
     rope = config.to_dict().get("rope_parameters") or {}
-    kinds = [
-        kind for kind in rope.values() if isinstance(kind, dict)
-    ]  # of types of layers; what else is there is unread
+    kinds = [kind for kind in rope.values() if isinstance(kind, dict)]  # of types of layers: else it is of all
     for kind in kinds or [rope]:
         if kind.get("rope_type") == "longrope":
             limit = min(limit, int(kind.get("original_max_position_embeddings", limit)))
-    if (
-        not kinds and rope.get("rope_type") == "yarn"
-    ):  # the stretched context, of which config.json may still name the trained one
+    if not kinds and rope.get("rope_type") == "yarn":
+        # The stretched context, of which config.json may still name the trained one.
         limit = max(limit, int((rope.get("factor") or 1) * rope["original_max_position_embeddings"]))
     return limit
 
