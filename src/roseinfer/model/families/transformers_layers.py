@@ -4,6 +4,7 @@ A module is replaced where ours computes the same: by its class, or where number
 Linears that read the same rows become one: queries, keys and values, and the two halves of a SwiGLU.
 """
 
+import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -89,7 +90,7 @@ class Layers:
             ours = self._made.pop(child, None) or self._replacement(child)
             if ours is None:
                 self._replace_within(child)
-                ours = _Instead(child, _SIGMOIDS) if "sigmoid" in type(child).forward.__code__.co_names else child
+                ours = _with_ours(child, _SIGMOIDS) if _names_sigmoid(child) else child
             setattr(parent, name, ours)
 
     def _replacement(self, module: nn.Module) -> nn.Module | None:
@@ -174,7 +175,7 @@ class Layers:
         if type(module) is nn.Embedding:
             return _Function(rows, dtype)
         module.weight = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
-        return _Instead(module, {nn.functional.embedding: rows})
+        return _with_ours(module, {nn.functional.embedding: rows})
 
     def _router(self, router: Any) -> nn.Module:
         """A mixture's router, whose product is ours: torch's own depends on the number of rows."""
@@ -185,7 +186,7 @@ class Layers:
         def product(x: torch.Tensor) -> torch.Tensor:
             return linear(x.reshape(-1, x.shape[-1]).float()).view(*x.shape[:-1], -1).to(x.dtype)
 
-        return _Instead(router, {nn.functional.linear: product} | _SIGMOIDS)
+        return _with_ours(router, {nn.functional.linear: product} | _SIGMOIDS)
 
 
 def _activation(module: nn.Module, placement: Placement) -> nn.Module | None:
@@ -268,17 +269,22 @@ class _Shared:
         return piece
 
 
-class _Instead(nn.Module):
-    """A module that calls functions of torch in whose place come ours, whatever its weights are called."""
+def _with_ours(module: nn.Module, ours: dict[Callable[..., Any], Rows]) -> nn.Module:
+    """The module, in whose forward ours take the place of functions of torch, whatever its weights are called."""
+    forward, mode = module.forward, _InsteadMode(ours)
 
-    def __init__(self, module: nn.Module, ours: dict[Callable[..., Any], Rows]) -> None:
-        super().__init__()
-        self._module = module
-        self._mode = _InsteadMode(ours)
+    def under_mode(*args: Any, **options: Any) -> Any:
+        with mode:
+            return forward(*args, **options)
 
-    def forward(self, *args: Any, **options: Any) -> Any:
-        with self._mode:
-            return self._module(*args, **options)
+    module.forward = under_mode
+    return module
+
+
+def _names_sigmoid(module: nn.Module) -> bool:
+    """Whether its forward, behind what decorates it, calls a function or a method of that name."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "sigmoid" in code.co_names
 
 
 class _InsteadMode(TorchFunctionMode):

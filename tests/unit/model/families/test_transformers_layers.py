@@ -1,15 +1,17 @@
 """Our layers in the place of transformers' modules: what no model small enough for the other tests would show."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from roseinfer.model.device import Placement
 from roseinfer.model.families.tested import TESTED
-from roseinfer.model.families.transformers_layers import _Experts, is_mixture
+from roseinfer.model.families.transformers_layers import Layers, _Experts, is_mixture
 from roseinfer.model.layers.linear import Linear
 
 NUM_ROWS, WIDTH, INNER = 157, 1024, 776  # of what torch shares out, no thread begins where a register would
@@ -66,3 +68,46 @@ def test_a_row_alone_and_among_those_of_its_experts(model_type: str) -> None:
     chosen = torch.cat((first, 1 - first), 1)
     rows = zip(*(torch.split(each, 1) for each in (x, chosen, weights)), strict=True)
     assert torch.equal(experts(x, chosen, weights), torch.cat([experts(*row) for row in rows]))
+
+
+def decorated(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @wraps(forward)
+    def run(*args: Any) -> torch.Tensor:
+        return forward(*args)
+
+    return run
+
+
+class Gated(nn.Module):
+    """As a gate of attention or of a shared expert in a model that no test has."""
+
+    kind = "full_attention"  # of which the layer around it asks
+
+    @decorated
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sigmoid()
+
+
+class Causal(nn.Module):
+    """As much of a causal model as `Layers` asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.gated, self.head = nn.Embedding(4, 8), Gated(), nn.Linear(8, 4)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+@torch.inference_mode()
+def test_a_sigmoid_in_any_module_has_the_same_bits_wherever_a_row_lies() -> None:
+    model = Causal()
+    Layers(Placement(torch.device("cpu"), torch.float32), lambda: None).replace_in(model)
+    x = torch.randn(NUM_ROWS, 13, generator=torch.Generator().manual_seed(0))
+    alone = torch.cat([model.gated(row) for row in torch.split(x, 1)])
+    assert not torch.equal(x.sigmoid(), alone), "torch's own depends on the place"
+    assert torch.equal(model.gated(x), alone)
+    assert model.gated.kind == "full_attention"
