@@ -283,8 +283,8 @@ def _with_ours(module: nn.Module, ours: dict[Callable[..., Any], Rows]) -> nn.Mo
 
 def _names_sigmoid(module: nn.Module) -> bool:
     """Whether its forward, behind what decorates it, calls a function or a method of that name."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "sigmoid" in code.co_names
+    forward = inspect.unwrap(type(module).forward)
+    return inspect.isfunction(forward) and "sigmoid" in forward.__code__.co_names
 
 
 class _InsteadMode(TorchFunctionMode):
