@@ -5,6 +5,8 @@ sends what is true at that moment, so that nothing is wrong afterwards and only 
 """
 
 import asyncio
+import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -32,7 +34,6 @@ from roseinfer.observe.telemetry.facts import (
     encode_stamps,
     encode_state,
 )
-from roseinfer.observe.tracing.trace_ids import trace_id_of
 from roseinfer.records import (
     Advanced,
     LifecycleState,
@@ -44,6 +45,8 @@ from roseinfer.records import (
 
 MAX_FACTS = 2048  # that wait to be sent: some hundred kilobytes, which the socket takes at once
 _MAX_INTERRUPTIONS = 4096  # that wait to be sent; as many as a recording has
+# Of W3C Trace Context, https://www.w3.org/TR/trace-context/.
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 
 
 class Forwarder(WriteObserver):
@@ -103,7 +106,7 @@ class Forwarder(WriteObserver):
 
     def on_start(self, timeline: RequestTimeline) -> None:
         if self._is_traced and not timeline.trace_id:
-            timeline.trace_id = trace_id_of(timeline.traceparent)
+            timeline.trace_id = _trace_id(timeline.traceparent)
         self._open[timeline.serial] = timeline
         if timeline.request_id in self._ended_ids:  # the client uses its id again
             self.flush()
@@ -234,3 +237,11 @@ class Forwarder(WriteObserver):
         """Returns a `Present`: what no fact says."""
         states = [encode_state(timeline) for timeline in self._open.values()]
         return msgspec.msgpack.encode(Present(queue, len(asyncio.all_tasks()), states))
+
+
+def _trace_id(traceparent: str) -> str:
+    """Returns the caller's trace id, or a new one where the header is empty or not in the form of the standard."""
+    found = _TRACEPARENT.fullmatch(traceparent)
+    if found is not None and not (traceparent.startswith("00") and found[2]):
+        return found[1]
+    return os.urandom(16).hex()
