@@ -28,6 +28,10 @@ def _rows(names: Iterable[str], *neutral: object, instead: str = "") -> dict[str
     return dict.fromkeys(names, Unserved(neutral, instead))
 
 
+def _ignored(*names: str) -> dict[str, Unserved]:
+    return dict.fromkeys(names, Unserved(is_ignored=True))
+
+
 _IGNORED = (
     *("store", "verbosity", "prompt_cache_retention", "prompt_cache_options", "cache_control", "provider"),
     *("session_id", "mm_processor_kwargs", "media_io_kwargs", "return_mm_kwargs", "use_audio_in_video"),
@@ -36,16 +40,9 @@ _IGNORED = (
     *("data_parallel_rank", "routed_experts_start_len", "routed_experts_prompt_start", "guided_decoding_backend"),
     *("cache_prompt", "id_slot", "n_cache_reuse", "n_keep", "n_discard", "sse_ping_interval", "backend_sampling"),
     # Settings of what is off: of beams, of cutting prompts, of samplers that are not there.
-    *(
-        "length_penalty",
-        "early_stopping",
-        "truncation_side",
-        "spaces_between_special_tokens",
-        "dry_base",
-        "dry_allowed_length",
-    ),
-    *("dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold", "mirostat_tau", "mirostat_eta"),
-    *("dynatemp_exponent", "repeat_last_n"),
+    *("length_penalty", "early_stopping", "truncation_side", "spaces_between_special_tokens", "dry_base"),
+    *("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold", "mirostat_tau"),
+    *("mirostat_eta", "dynatemp_exponent", "repeat_last_n"),
 )
 
 _ADDED = "a text gets the model's, a chat its template's; token ids are taken as they are"
@@ -54,7 +51,7 @@ _GUIDED = ("json", "regex", "choice", "grammar")
 
 # Of every body that asks for tokens.
 OF_SAMPLING: dict[str, Unserved] = {
-    **dict.fromkeys(_IGNORED, Unserved(is_ignored=True)),
+    **_ignored(*_IGNORED),
     **{f"guided_{name}": Unserved((), f"use `structured_outputs` with `{name}`") for name in _GUIDED},
     **_rows(("regex",), instead="use `structured_outputs` with `regex`"),
     **_rows(("stop_regex",), instead="use `stop`"),
@@ -143,14 +140,9 @@ OF_CHAT: dict[str, Unserved] = {
 }
 
 OF_MESSAGES: dict[str, Unserved] = {
-    **dict.fromkeys(
-        (
-            *("metadata", "service_tier", "context_management", "diagnostics", "fallbacks", "inference_geo", "speed"),
-            *("user_profile_id", "workspace_id", "billing_policy", "fallback_credit_token"),
-        ),
-        Unserved(is_ignored=True),
-    ),
-    **dict.fromkeys(("stream_options", "user", "safety_identifier", "prompt_cache_key"), Unserved(is_ignored=True)),
+    **_ignored("metadata", "service_tier", "context_management", "diagnostics", "fallbacks", "inference_geo", "speed"),
+    **_ignored("user_profile_id", "workspace_id", "billing_policy", "fallback_credit_token"),
+    **_ignored("stream_options", "user", "safety_identifier", "prompt_cache_key"),
     **_rows(("n", "best_of"), 1, instead="an answer is one message; use /v1/chat/completions"),
     **_rows(("echo", "logprobs"), False, instead=_OF_A_CHAT),
     **_rows(("top_logprobs",), 0, instead=_OF_A_CHAT),
@@ -175,8 +167,8 @@ OF_MESSAGES: dict[str, Unserved] = {
 }
 
 OF_RESPONSES: dict[str, Unserved] = {
-    **dict.fromkeys(("client_metadata", "context_management", "max_tool_calls"), Unserved(is_ignored=True)),
-    **dict.fromkeys(("access_programs", "background_options", "image"), Unserved(is_ignored=True)),
+    **_ignored("client_metadata", "context_management", "max_tool_calls"),
+    **_ignored("access_programs", "background_options", "image"),
     **_rows(("best_of",), 1, instead="a response is one answer; use /v1/chat/completions"),
     **_rows(("echo",), False, instead="/v1/completions continues a text"),
     **_rows(("logprobs",), False, instead="use `include` with `message.output_text.logprobs`"),
@@ -198,7 +190,7 @@ OF_RESPONSES: dict[str, Unserved] = {
 }
 
 OF_EMBEDDINGS: dict[str, Unserved] = {
-    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs", "truncation_side"), Unserved(is_ignored=True)),
+    **_ignored("mm_processor_kwargs", "media_io_kwargs", "truncation_side"),
     **_rows(("add_special_tokens",), True, instead=_ADDED),
     **_rows(("normalize", "use_activation"), True, instead="it is what the checkpoint's modules say"),
     **_rows(("truncate_prompt_tokens",), -1, instead="nothing is cut: a text that does not fit is a 400"),
@@ -214,7 +206,7 @@ OF_TOKENIZE: dict[str, Unserved] = {
     **_rows(("continue_final_message", "return_token_offsets"), False),
     **_rows(("input", "text", "content"), instead="`prompt` is its name here"),
     **_rows(("chat_template",), instead="it is an option of the server, `server.chat_template`"),
-    **dict.fromkeys(("mm_processor_kwargs", "media_io_kwargs"), Unserved(is_ignored=True)),
+    **_ignored("mm_processor_kwargs", "media_io_kwargs"),
 }
 
 OF_DETOKENIZE = _rows(("ids", "input_ids", "token_ids"), instead="`tokens` is its name here")
