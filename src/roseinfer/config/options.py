@@ -19,6 +19,8 @@ from roseinfer.messages import MAX_PROFILE_STEPS
 
 Section = TypeVar("Section")
 DEMO_MODEL = "roseinfer/demo"
+_X86Level = Literal["avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx"]
+_ArmLevel = Literal["neon", "neon_dotprod", "neon_i8mm"]
 
 
 def option(default: Any, description: str, *, flag: str | None = None, **bounds: float) -> Any:
@@ -220,19 +222,7 @@ class RunnerConfig:
         "plain torch; on CUDA it takes `flashinfer` where that is installed and works, else `triton`. `reference` is "
         "slow and simple.",
     )
-    kernels: Literal[
-        "auto",
-        "off",
-        "avx2",
-        "avx2_vnni",
-        "avx512",
-        "avx512_vnni",
-        "avx512_bf16",
-        "amx",
-        "neon",
-        "neon_dotprod",
-        "neon_i8mm",
-    ] = option(
+    kernels: Literal["auto", "off", _X86Level, _ArmLevel] = option(
         "auto",
         "Level of the compiled CPU kernels (`roseinfer kernels build`). `auto`: the highest that this processor has "
         "and that was built; without one, plain torch.",
