@@ -5,7 +5,7 @@
 Entrants whose figures are compared are ready at once and take turns, as in `benchmarks.served`; a group is int8 or int4
 weights with llama.cpp's q8_0 or q4_0 and OpenVINO GenAI, a library, or float32 or bfloat16 with vLLM, of which prompts
 alone are compared. The int4 group has our int8 too. Rivals are taken from DIR, where `benchmarks/peers/setup.sh` puts
-them, and run as they come. The memory's bandwidth, which is the roof of one stream, is measured before and after each
+them, and run as they come. The memory's bandwidth, which bounds one stream, is measured before and after each
 turn, while all entrants rest.
 """
 
