@@ -64,8 +64,8 @@ class Constraint:
     ) -> None:
         self.pending = pending
         self.vocab_size = vocab_size
-        self._barred = sorted(set(eos_token_ids)) if params.ignore_eos else []
-        self._barred_at_first = sorted({*eos_token_ids, *params.stop_token_ids})
+        self._barred = set(eos_token_ids) if params.ignore_eos else set()
+        self._barred_at_first = {*eos_token_ids, *params.stop_token_ids}
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._allows_nothing = False
@@ -132,7 +132,7 @@ class Constraint:
         self.matcher.accept(token_id)
 
 
-def _bar(token_ids: list[int], allowed: MaskArray) -> None:
+def _bar(token_ids: set[int], allowed: MaskArray) -> None:
     """Take the tokens out of the mask, unless nothing would be left: where the grammar can only end, it ends."""
     rest = allowed.copy()
     for token_id in token_ids:

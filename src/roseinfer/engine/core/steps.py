@@ -265,10 +265,11 @@ def advance_grammars(rows: SampledRows, table: SlotTable, last: dict[int, Finish
     """Advance the rows' grammars by their tokens; adds rows to `last` whose text is complete or cannot go on."""
     for row, slot in enumerate(rows.index.tolist()):
         constraint = table.constraints.get(slot)
-        if constraint is None or row in rows.surplus or last.get(row) in {FinishReason.STOP, FinishReason.ERROR}:
+        if constraint is None or row in rows.surplus or last.get(row) is FinishReason.ERROR:
             continue
-        constraint.accept(rows.token_ids[row])
-        if constraint.has_failed:
+        if last.get(row) is not FinishReason.STOP:
+            constraint.accept(rows.token_ids[row])
+        if constraint.has_failed:  # perhaps before this token: then any could come, one that stops too
             last[row] = FinishReason.ERROR
         elif constraint.is_over:
             last[row] = FinishReason.STOP

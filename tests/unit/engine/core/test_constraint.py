@@ -23,13 +23,17 @@ BASE = 10  # tokens 10 to 19 are the digits
 
 
 class Counting:
-    """A matcher; the source is the number of tokens, with `*` when it may end before, with `!` when it breaks then."""
+    """A matcher; the source is the number of tokens, with `*` when it may end before.
+
+    With `!` nothing is allowed behind them, and with `?` a limit is met there.
+    """
 
     def __init__(self, source: str) -> None:
         self.num_tokens = 0
-        self.limit = int(source.strip("*!"))
+        self.limit = int(source.strip("*!?"))
         self.may_end = "*" in source
-        self.breaks = "!" in source
+        self.meets_limit = "?" in source
+        self.breaks = "!" in source or self.meets_limit
         self.has_failed = False
         self.error = ""
 
@@ -43,6 +47,8 @@ class Counting:
             self._allow(allowed, BASE + self.num_tokens % 10)
             if self.may_end:
                 self._allow(allowed, EOS)
+        elif self.meets_limit:
+            self.has_failed, self.error = True, "a limit"
 
     def _allow(self, allowed: MaskArray, token_id: int) -> None:
         allowed[token_id // 32] |= np.uint32(1 << (token_id % 32))
@@ -237,6 +243,16 @@ def test_what_does_not_compile_or_breaks_fails_alone() -> None:
     assert transcript.tokens["bad"] == []
     assert transcript.tokens["breaks"] == digits(4)
     assert transcript.tokens["sound"] == digits(6)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("source", "error"), [("4!", "no token is allowed"), ("4?", "a limit")])
+def test_a_token_that_ends_a_text_does_not_complete_one_that_cannot_go_on(source: str, error: str, depth: int) -> None:
+    engine = engine_with(pipeline_depth=depth)
+    engine.add_request(constrained("a", source, stop_token_ids=tuple({*range(VOCAB_SIZE)}.difference(digits(10)))))
+    transcript = run_to_end(engine)
+    assert (transcript.tokens["a"], transcript.reasons["a"]) == (digits(4), FinishReason.ERROR)
+    assert [o.grammar_error for step in transcript.steps for o in step.outputs if o.finish_reason] == [error]
 
 
 def test_an_engine_without_grammars_refuses_one_and_lives() -> None:
