@@ -18,7 +18,7 @@ from roseinfer.engine.core.batch import NO_TOKEN, SlotBinding
 from roseinfer.messages import SamplingParams, TokenLogprobs
 from roseinfer.model.kernels.library import Kernels
 from roseinfer.model.sampling.sampler import Sampler
-from roseinfer.model.sampling.slot_table import SamplingTable
+from roseinfer.model.sampling.slot_table import MAX_RANKED, SamplingTable
 from tests.conftest import BuiltKernels
 from tests.unit.model.setups import LEVELS_WITHOUT_PRODUCTS, kernels_at
 
@@ -117,8 +117,8 @@ LIMITS = [
     SamplingParams(),
     SamplingParams(top_k=3),
     SamplingParams(top_k=64, top_p=0.9, temperature=2.0),
-    SamplingParams(top_k=2000, top_p=0.99, temperature=9.0),
-    SamplingParams(top_k=2500, temperature=9.0),
+    SamplingParams(top_k=MAX_RANKED, top_p=0.99, temperature=9.0),
+    SamplingParams(top_k=MAX_RANKED + 1, temperature=9.0),
     SamplingParams(top_p=0.6),
     SamplingParams(top_p=0.95, temperature=4.0),
     SamplingParams(top_p=0.999, temperature=20.0),
