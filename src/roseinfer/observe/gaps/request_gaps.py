@@ -63,7 +63,7 @@ class Usual:
     def is_slow(self, gap_ns: int) -> bool:
         return gap_ns > self.threshold_ns
 
-    def learn_gap(self, gap_ns: int, segments: Iterable[tuple[Cause, int]] = ()) -> None:
+    def learn_gap(self, gap_ns: int, segments: Segments) -> None:
         """Learns from one more gap."""
         self._gaps[self.num_seen % NUM_USUAL] = gap_ns
         self._count(1)
@@ -90,14 +90,11 @@ class Usual:
             self.threshold_ns = max(self._factor * float(median_ns), self._min_ns)
 
     def gap(self, serial: int, index: int, start_ns: int, end_ns: int, step_id: int, segments: Segments) -> Gap:
-        """Returns a gap, with the cause that is unusual about it."""
+        """Returns a gap, with the cause whose part is the furthest above what it usually is."""
         parts = parts_of(segments)
         is_slow = self.is_slow(end_ns - start_ns)
-        return Gap(serial, index, start_ns, end_ns, step_id, parts, self.dominant(parts), is_slow)
-
-    def dominant(self, parts: dict[Cause, int]) -> Cause:
-        """Returns the cause whose part is the furthest above what it usually is."""
-        return max(parts, key=lambda cause: parts[cause] - self._parts.get(cause, 0.0), default=Cause.UNKNOWN)
+        dominant = max(parts, key=lambda cause: parts[cause] - self._parts.get(cause, 0.0), default=Cause.UNKNOWN)
+        return Gap(serial, index, start_ns, end_ns, step_id, parts, dominant, is_slow)
 
 
 def gaps_of(recording: Recording, clock: Clock = "wire") -> list[Gap]:

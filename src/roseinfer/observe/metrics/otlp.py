@@ -188,7 +188,7 @@ def make_metrics_export(
     version: str,
     exporter_names: Iterable[str],
     environment: otel.Environment,
-    server_pid: int | None = None,
+    server_pid: int | None,
 ) -> MetricsExport:
     """Returns the running export to what `otel.exporter_names` gives. Raises ConfigError.
 

@@ -91,8 +91,7 @@ def _family_message() -> Any:
 
 def encode_family(row: Row, values: Values, exemplars: Exemplars, constant_labels: Mapping[str, str]) -> bytes:
     """Returns the family of one row, with its length before it. `values` and `exemplars` are by label values."""
-    unit = row.unit if row.name.removesuffix("_total").endswith(f"_{row.unit}") else ""
-    family = _family_message()(name=row.name, help=row.help, type=_TYPES[row.kind], unit=unit)
+    family = _family_message()(name=row.name, help=row.help, type=_TYPES[row.kind], unit=row.stated_unit)
     names = [label.name for label in row.labels]
     if row.kind == "info":
         if values:

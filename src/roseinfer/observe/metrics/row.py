@@ -115,6 +115,11 @@ class Row:
     buckets: tuple[float, ...] = ()
     is_per_model: bool = True
 
+    @property
+    def stated_unit(self) -> str:
+        """The unit on a page: OpenMetrics demands that a family's name ends in the one it states."""
+        return self.unit if self.name.removesuffix("_total").endswith(f"_{self.unit}") else ""
+
 
 def histogram(name: str, unit: str, buckets: tuple[float, ...], source: Source, meaning: str, *labels: Label) -> Row:
     return Row(name=name, kind="histogram", unit=unit, buckets=buckets, source=source, help=meaning, labels=labels)

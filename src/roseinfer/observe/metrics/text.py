@@ -135,14 +135,12 @@ def _family(row: Row, values: Values, model_name: str, exemplars: Exemplars) -> 
     labels = {"model_name": model_name} if row.is_per_model else {}
     constant = list(labels.values())
     names = [*labels, *(label.name for label in row.labels)]
-    # OpenMetrics demands that a family's name ends in the unit it states.
-    unit = row.unit if row.name.removesuffix("_total").endswith(f"_{row.unit}") else ""
     if row.kind == "info":
         info = InfoMetricFamily(row.name.removesuffix("_info"), row.help, labels=names)
         if values:
             info.add_metric(constant, {name: str(value) for (name,), value in values.items()})
         return info
-    metric = _FAMILIES[row.kind](row.name, row.help, labels=names, unit=unit)
+    metric = _FAMILIES[row.kind](row.name, row.help, labels=names, unit=row.stated_unit)
     for child, value in values.items():
         series = [*constant, *child]
         if isinstance(metric, HistogramMetricFamily):
