@@ -152,7 +152,7 @@ class TokenMasks:
     def bits(self) -> MaskArray:
         """[rows, ceil(vocab_size / 32)], in their order; the same array on each call."""
         if self._bits is None:
-            (first, _), *_ = rows = list(self.rows.values())
+            (first, _), *_ = rows = self.rows.values()
             self._bits = np.zeros((len(rows), -(-first.vocab_size // 32)), np.uint32)
             for (constraint, num_drafted), allowed in zip(rows, self._bits, strict=True):
                 constraint.fill(allowed, num_drafted)

@@ -49,6 +49,7 @@ class Counting:
                 self._allow(allowed, EOS)
         elif self.meets_limit:
             self.has_failed, self.error = True, "a limit"
+            self._allow(allowed, EOS)  # what a failed matcher writes says nothing
 
     def _allow(self, allowed: MaskArray, token_id: int) -> None:
         allowed[token_id // 32] |= np.uint32(1 << (token_id % 32))
@@ -263,7 +264,19 @@ def test_an_engine_without_grammars_refuses_one_and_lives() -> None:
     assert transcript.reasons == {"a": FinishReason.ERROR, "plain": FinishReason.LENGTH}
 
 
-def mask_of(may: set[int], **params: object) -> set[int]:
+def constraint_of(matcher: Matcher, **params: Any) -> Constraint:
+    pending: Future[Matcher] = Future()
+    pending.set_result(matcher)
+    return Constraint(pending, SamplingParams(**params), (EOS,), VOCAB_SIZE)
+
+
+def mask_of(constraint: Constraint, num_drafted: int = 0) -> set[int]:
+    allowed = np.zeros(-(-VOCAB_SIZE // 32), np.uint32)
+    constraint.fill(allowed, num_drafted)
+    return {i for i in range(VOCAB_SIZE) if allowed[i // 32] >> (i % 32) & 1}
+
+
+def first_mask_of(may: set[int], **params: object) -> set[int]:
     """What is left of a grammar's mask for a sequence that has said nothing yet."""
 
     class Fixed(Counting):
@@ -272,21 +285,48 @@ def mask_of(may: set[int], **params: object) -> set[int]:
             for token_id in may:
                 self._allow(allowed, token_id)
 
-    pending: Future[Matcher] = Future()
-    pending.set_result(Fixed("9"))
-    constraint = Constraint(pending, SamplingParams(**params), (EOS,), VOCAB_SIZE)  # type: ignore[arg-type]
-    allowed = np.zeros(-(-VOCAB_SIZE // 32), np.uint32)
-    constraint.fill(allowed)
-    return {i for i in range(VOCAB_SIZE) if allowed[i // 32] >> (i % 32) & 1}
+    return mask_of(constraint_of(Fixed("9"), **params))
 
 
 def test_ends_are_barred_as_long_as_the_text_can_go_on() -> None:
-    assert mask_of({5, EOS}) == {5, EOS}
-    assert mask_of({5, EOS}, min_tokens=1) == {5}
-    assert mask_of({5, 6, EOS}, min_tokens=1, stop_token_ids=(6,)) == {5}
-    assert mask_of({6, EOS}, min_tokens=1, stop_token_ids=(6,)) == {6, EOS}
-    assert mask_of({5, EOS}, ignore_eos=True) == {5}
-    assert mask_of({EOS}, ignore_eos=True) == {EOS}
+    assert first_mask_of({5, EOS}) == {5, EOS}
+    assert first_mask_of({5, EOS}, min_tokens=1) == {5}
+    assert first_mask_of({5, 6, EOS}, min_tokens=1, stop_token_ids=(6,)) == {5}
+    assert first_mask_of({6, EOS}, min_tokens=1, stop_token_ids=(6,)) == {6, EOS}
+    assert first_mask_of({5, EOS}, min_tokens=1, stop_token_ids=(32 * -(-VOCAB_SIZE // 32),)) == {5}, "no token"
+    assert first_mask_of({5, EOS}, ignore_eos=True) == {5}
+    assert first_mask_of({EOS}, ignore_eos=True) == {EOS}
+
+
+def test_ends_are_barred_until_there_are_enough_tokens() -> None:
+    constraint, may_end = constraint_of(Counting("9*"), min_tokens=2), []
+    for token_id in digits(3):
+        may_end.append(EOS in mask_of(constraint))
+        constraint.accept(token_id)
+    assert may_end == [False, False, True]
+
+
+def test_a_look_ahead_shows_the_matcher_no_token_that_it_does_not_allow() -> None:
+    """Its failure would discard the compiled grammar."""
+
+    class Strict(Counting):
+        def accept(self, token_id: int) -> None:
+            super().accept(token_id)
+            assert not self.has_failed
+
+    assert constraint_of(Strict("9")).look_ahead([*digits(2), EOS, *digits(2)]) == 2
+
+
+def test_a_look_ahead_counts_the_drafted_tokens() -> None:
+    constraint = constraint_of(Counting("9*"), min_tokens=2)
+    assert constraint.look_ahead(digits(4)) == 4
+    assert [EOS in mask_of(constraint, behind) for behind in range(5)] == [False, False, True, True, True]
+
+
+def test_a_look_ahead_ends_before_the_token_behind_which_the_matcher_fails() -> None:
+    constraint = constraint_of(Counting("2?"))
+    assert constraint.look_ahead(digits(4)) == 1
+    assert not constraint.has_failed
 
 
 @pytest.mark.parametrize("depth", [0, 1])
