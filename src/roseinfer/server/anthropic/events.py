@@ -24,6 +24,7 @@ from roseinfer.text.answers.parts import CallPart, Parts
 from roseinfer.text.choice import Delta, TokenCounts
 from roseinfer.text.generation import Generation
 
+Block = TextBlockReply | ThinkingBlockReply | ToolUseBlockReply
 SIGNATURE = "unsigned"  # some clients send thoughts back only where they have a signature
 
 
@@ -55,17 +56,7 @@ class MessageDialect(Dialect):
 
     def first_frames(self) -> bytes:
         """How much of the prompt was cached is known at the end, and comes with the stop reason."""
-        message = MessageReply(
-            id=self.head.reply_id,
-            type="message",
-            role="assistant",
-            model=self.head.model,
-            content=[],
-            stop_reason=None,
-            stop_sequence=None,
-            usage=_usage(self._choice.counts),
-        )
-        return named_event("message_start", message=message)
+        return named_event("message_start", message=self._message([], None, None))
 
     async def frames(self, delta: Delta) -> bytes:
         """Step 13."""
@@ -93,20 +84,23 @@ class MessageDialect(Dialect):
     async def reply(self, deltas: Sequence[Delta], ledgers: list[dict[str, object]] | None) -> MessageReply:
         [delta] = deltas
         parts = Parts([delta.text]) if self._parser is None else await self._parser.read_whole(delta.text)
-        reason, sequence = self._ending()
+        message = self._message(list(self._blocks_in(parts)) or [TextBlockReply("")], *self._ending())
+        message.roseinfer_ledger = msgspec.UNSET if ledgers is None else ledgers
+        return message
+
+    def _message(self, content: list[Block], reason: StopReason | None, sequence: str | None) -> MessageReply:
         return MessageReply(
             id=self.head.reply_id,
             type="message",
             role="assistant",
             model=self.head.model,
-            content=list(self._blocks_in(parts)) or [TextBlockReply("")],
+            content=content,
             stop_reason=reason,
             stop_sequence=sequence,
             usage=_usage(self._choice.counts),
-            roseinfer_ledger=msgspec.UNSET if ledgers is None else ledgers,
         )
 
-    def _blocks_in(self, parts: Parts) -> Iterator[TextBlockReply | ThinkingBlockReply | ToolUseBlockReply]:
+    def _blocks_in(self, parts: Parts) -> Iterator[Block]:
         if parts.thoughts:
             yield ThinkingBlockReply(parts.reasoning if self._shows_thoughts else "", SIGNATURE)
         for part in parts.in_order():
