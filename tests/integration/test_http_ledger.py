@@ -14,10 +14,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer.engine.core.engine import Engine
+from roseinfer.errors import EngineDead
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Clock, Gap, gaps_of
 from roseinfer.observe.recorder.recording import Recording
 from roseinfer.records import FinishReason, RequestTimeline
+from roseinfer.server import middleware
 from tests.integration.faults import on_a_calm_machine
 from tests.integration.live_server import LiveServer, live
 from tests.unit.engine.harness import make_engine
@@ -123,6 +125,28 @@ async def test_a_streams_first_tokens_wait_for_no_causes() -> None:
             assert "receive;dur=" in response.headers["Server-Timing"]
             are_known.set()
             assert b"roseinfer_ledger" in await response.content.read()
+
+
+async def test_a_late_ledger_takes_the_error_event_from_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event loop without a core gets to the ledger when the time for the last event has passed."""
+    monkeypatch.setattr(middleware, "FAREWELL_TIMEOUT_S", 0.01)
+
+    async def late(timelines: Sequence[RequestTimeline], until_ns: int) -> list[dict[str, object]]:
+        if timelines[0].finish_reason is not None:
+            await asyncio.sleep(0.05)
+        return await INSTRUMENTS.ledgers(timelines, until_ns)
+
+    instruments = replace(INSTRUMENTS, ledgers=late)
+    body = {"prompt": "a", "max_tokens": 3, "stream": True}
+    async with serving(ScriptedEngine(), instruments=instruments) as server, asyncio.timeout(10):
+        asking = asyncio.create_task(server.session.post(server.url + "/v1/completions", json=body, headers=ASKED))
+        await server.engine.received()
+        server.engine.say("x")
+        async with await asking as response:
+            server.engine.fail(EngineDead("killed"))
+            content = await response.content.read()
+    assert b"engine_dead" in content
+    assert b"roseinfer_ledger" in content
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -274,11 +274,11 @@ async def _end_stream(request: web.Request, stream: web.StreamResponse, error: R
     if isinstance(stream, web.Response) or exchange.failure_frames is None:  # no stream of events: nothing can be added
         _abort(request)
         return stream
+    ledgers = await exchange.fetch_ledgers()  # may outlast the timeout where the loop had no core
     with contextlib.suppress(ConnectionError, TimeoutError):
         if not request.protocol.writing_paused:  # else its buffers are full, and aiohttp's waiter for them is spent
             async with asyncio.timeout(FAREWELL_TIMEOUT_S):
-                events = exchange.failure_frames(error, await exchange.fetch_ledgers())
-                await stream.write(escape_line_ends(events))
+                await stream.write(escape_line_ends(exchange.failure_frames(error, ledgers)))
                 await stream.write_eof()
                 return stream
     _abort(request)
