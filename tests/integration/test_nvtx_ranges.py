@@ -2,16 +2,18 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from roseinfer.observe.tracing.nvtx import RANGES
-from tests.nvtx_tape import Tape, build_recorder
+from tests.nvtx_tape import Range, Tape, build_recorder
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -98,6 +100,26 @@ def test_with_a_pipeline_a_step_starts_the_next_one(runs: list[Run]) -> None:
     second = [found for found in tape.ranges if found.name == "step"][1]
     assert [launch.step_id for launch in second.within("launch")] == [second.step_id + 1]
     assert [commit.step_id for commit in second.within("commit")] == [second.step_id]
+
+
+def found_by(names: list[str], ranges: list[Range]) -> list[Range]:
+    """The ranges that Nsight Compute's filter for these names takes: each lies directly in the last, or behind `*`."""
+    found = [inner for top in ranges for inner in top.within(names[0])]
+    for before, name in pairwise(names):
+        children = [child for each in found for child in each.children]
+        if before == "*":
+            found = [inner for child in children for inner in child.within(name)]
+        elif name != "*":
+            found = [child for child in children if child.name == name]
+    return found
+
+
+def test_the_documented_filter_of_nsight_compute_takes_each_forward_pass(run: Run) -> None:
+    tape, _ = run
+    text = (ROOT / "docs" / "tracing.md").read_text()
+    [path] = re.findall(r'--nvtx-include "roseinfer@([^"]+)"', text)
+    forward = [found.step_id for top in tape.ranges for found in top.within("forward")]
+    assert [found.step_id for found in found_by(path.strip("/").split("/"), tape.ranges)] == forward != []
 
 
 def test_what_is_off_marks_nothing(recorder: Path, tmp_path: Path) -> None:
