@@ -40,9 +40,10 @@ def resolve_device(name: str) -> torch.device:
     """
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
-        raise ConfigError(
-            "No CUDA device can be used here; choose --device cpu or install torch for CUDA.", param="runner.device"
-        )
+        reason = "torch is built without it; install torch for CUDA"
+        if torch.version.cuda is not None:
+            reason = f"torch finds no GPU, or no driver that serves its CUDA {torch.version.cuda}; see nvidia-smi"
+        raise ConfigError(f"No CUDA device can be used: {reason}, or choose --device cpu.", param="runner.device")
     if not has_cuda or name == "cpu":
         return torch.device("cpu")
     _check_triton()

@@ -30,9 +30,14 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_cuda")
-def test_without_a_gpu() -> None:
+@pytest.mark.parametrize(
+    ("version", "reason"), [(None, "install torch for CUDA"), ("13.0", r"no driver that serves its CUDA 13\.0")]
+)
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, version: str | None, reason: str) -> None:
+    """What is missing is named: on a node without a driver another torch would not help."""
+    monkeypatch.setattr(torch.version, "cuda", version)
     assert resolve_device("auto") == resolve_device("cpu") == torch.device("cpu")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=reason) as caught:
         resolve_device("cuda")
     assert caught.value.param == "runner.device"
 
