@@ -29,6 +29,10 @@ class Spread:
     def of(cls, values: Sequence[float]) -> "Spread":
         return cls(statistics.median(values), min(values), max(values), len(values))
 
+    def text(self, form: str) -> str:
+        """With each number in a form, such as `.2f`."""
+        return f"{self.median:{form}} ({self.least:{form}} to {self.most:{form}})"
+
 
 def summarise(streams: Sequence[Observed], num_prompt_tokens: int = 0) -> dict[str, float]:
     """One repeat of a workload; latencies in milliseconds. Figures that no stream has are left out."""

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -247,11 +247,14 @@ def peak_rss_mb(pid: int) -> float:
 
     Pages that two processes share count twice, and the peaks need not have been at one moment: an upper bound.
     """
+    return family_mb(pid, "status", "VmHWM")
+
+
+def family_mb(pid: int, file: str, field: str) -> float:
+    """Sum of a field of a file in /proc over a process and its descendants, in 10**6 bytes."""
     total_kib = 0
     for member in family_of(pid):
-        try:
-            status = Path(f"/proc/{member}/status").read_text()
-        except OSError:  # it has just ended
-            continue
-        total_kib += sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+        with suppress(OSError):  # it has just ended
+            lines = Path(f"/proc/{member}/{file}").read_text().splitlines()
+            total_kib += sum(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
     return total_kib * 1024 / 1e6

@@ -16,7 +16,6 @@ time of this process, so that others on it count for less.
 """
 
 import dataclasses
-import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.costs.linears import HEADS, KV_HEADS, LAYER, PEAK_PRODUCTS, SIZE, in_turn, peaks
+from benchmarks.figures import Spread
 from benchmarks.machine import Sitting, part_parser
 from benchmarks.random_qwen3 import QWEN3_06B
 from roseinfer.config.options import RunnerConfig
@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+    return Spread.of(values).text(".3g")
 
 
 def _linears(name: str, kernels: Kernels) -> Callable[[], object]:

@@ -93,10 +93,10 @@ def measure(precision: str, num_rows: int, num_rounds: int, num_steps: int) -> d
     for name, found in rounds.items():
         spreads = {part: Spread.of([each[part] for each in found]) for part in found[0]}
         results[name] = {part: asdict(spread) for part, spread in spreads.items()}
-        cells = (f"{part} {each.median:.2f} ({each.least:.2f} to {each.most:.2f})" for part, each in spreads.items())
+        cells = (f"{part} {each.text('.2f')}" for part, each in spreads.items())
         print(f"{precision}, {num_rows} rows, {name}: {', '.join(cells)}", flush=True)
     ratios = [a["step"] / b["step"] for a, b in zip(*rounds.values(), strict=True)]
-    print(f"  times as fast: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})", flush=True)
+    print(f"  times as fast: {Spread.of(ratios).text('.3f')}", flush=True)
     return results
 
 

@@ -99,13 +99,10 @@ def main() -> int:
                 shares = [rate / top for rate, top in zip(of_peak, tops, strict=True)]
                 figures["share of peak"] = Spread.of(shares)
             results[f"{name}, {num_rows} rows"] = {what: asdict(spread) for what, spread in figures.items()}
-            print(f"  {name:<17}" + ", ".join(f"{what} {_cell(each)}" for what, each in figures.items()), flush=True)
+            texts = (f"{what} {each.text('.3g')}" for what, each in figures.items())
+            print(f"  {name:<17}" + ", ".join(texts), flush=True)
     sitting.write(args.out, results)
     return 0
-
-
-def _cell(spread: Spread) -> str:
-    return f"{spread.median:.3g} ({spread.least:.3g} to {spread.most:.3g})"
 
 
 def peaks(level: str, num_threads: int) -> dict[str, Callable[[], object]]:

@@ -89,7 +89,7 @@ def main() -> int:
     print_head("setting", *FIGURES)
     for name, figures in rounds.items():
         spreads = (Spread.of([each[figure] for each in figures]) for figure in FIGURES)
-        print_row(name, *(f"{each.median:.4g} ({each.least:.4g} to {each.most:.4g})" for each in spreads))
+        print_row(name, *(each.text(".4g") for each in spreads))
     sitting.write(arguments.out, rounds)
     return 0
 

@@ -14,18 +14,17 @@ has beside the packed weights, which are as large as their file, and beside the 
 
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from unittest import mock
 
 from benchmarks.engine_options import PRECISIONS, precision_options, require_kernels
+from benchmarks.figures import Spread
 from benchmarks.machine import ROOT, Sitting, part_parser
-from benchmarks.protocol import family_of
+from benchmarks.protocol import family_mb, family_of
 from benchmarks.random_qwen3 import default_directory, make
 from benchmarks.servers import resident_mb
 from roseinfer.bench.load.launcher import LaunchFailed, Server, free_port, serve_command
@@ -69,8 +68,7 @@ def main() -> int:
 
 
 def _cell(values: list[float]) -> str:
-    digits = 1 if max(values) < 200 else 0
-    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    return Spread.of(values).text(".1f" if max(values) < 200 else ".0f")
 
 
 def _read_all(model: Path) -> None:
@@ -132,12 +130,7 @@ def _flag(path: str) -> str:
 
 def _proportional_mb(pid: int) -> float:
     """Resident memory of the process and its descendants, in which a shared page counts once."""
-    total = 0
-    for member in family_of(pid):
-        with suppress(OSError):  # it has just ended
-            lines = Path(f"/proc/{member}/smaps_rollup").read_text().splitlines()
-            total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total * 1024 / 1e6
+    return family_mb(pid, "smaps_rollup", "Pss")
 
 
 def _processor_seconds(pid: int) -> float:

@@ -7,7 +7,6 @@ and compute the same steps in turn. Printed is the median of the rounds, and the
 the ratio within a round.
 """
 
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +20,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.engine_options import load_as_engines_do, require_kernels
+from benchmarks.figures import Spread
 from benchmarks.machine import Sitting, part_parser
+from benchmarks.tables import print_head, print_row
 from roseinfer.config.options import CacheConfig, Config, ModelConfig, RunnerConfig
 from roseinfer.engine.core.batch import ScheduledBatch, SlotBinding
 from roseinfer.messages import SamplingParams
@@ -66,21 +67,17 @@ def main() -> int:
             ours = _load(path, args.dtype)
             with other():
                 theirs = _load(path, args.dtype)
-            print(f"\n{title}, {args.dtype}: ms a step, and their time in ours\n\n| step | ours | theirs | ratio |")
-            print("|---|---|---|---|")
+            print(f"\n{title}, {args.dtype}: ms a step, and their time in ours\n")
+            print_head("step", "ours", "theirs", "ratio")
             if args.shared:
                 torch.set_num_threads(1)
             for name, shape in STEPS.items():
                 taken = results[f"{model_type}, {name}"] = _measure(
                     _step(ours, *shape), _step(theirs, *shape), args.rounds, clock
                 )
-                print(f"| {name} | {' | '.join(map(_cell, taken))} |", flush=True)
+                print_row(name, *(Spread.of(values).text(".2f") for values in taken))
     sitting.write(args.out, {"dtype": args.dtype, "is_shared": args.shared, "steps": results})
     return 0
-
-
-def _cell(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def _load(path: Path, dtype: str) -> ModelRunner:

@@ -9,14 +9,13 @@ shares a core with the front end, and a number is a CPU quota of it, as in `host
 in which at least 80 % of that part is computing.
 """
 
-import signal
 import sys
 import tempfile
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.machine import Sitting, part_parser
-from benchmarks.stress.host_waits import Group, generate, hog_beside
+from benchmarks.stress.host_waits import Group, generate, hog_beside, serving_in
 from benchmarks.tables import print_head, print_row
-from roseinfer.bench.load.launcher import Server, free_port, serve_command
 from roseinfer.cli.main import main as roseinfer
 from roseinfer.explain.evidence import get
 from roseinfer.observe.gaps.causes import Cause
@@ -37,6 +35,7 @@ from roseinfer.observe.recorder.recording import Recording
 from roseinfer.runtime.cpu_waits import LoopWaits
 
 COMPUTING = 0.8
+NOTED_SERVE = (sys.executable, "-m", "benchmarks.stress.event_loop", "--serve")
 Samples = npt.NDArray[np.int64]
 """Of the loop's thread: moments of the monotonic clock, and its processor time at each, `(2, num_samples)`."""
 
@@ -66,24 +65,6 @@ def serve(file: Path, arguments: Sequence[str]) -> int:
         np.save(file, np.frombuffer(noted, np.int64).reshape(-1, 2).T)
 
 
-@contextmanager
-def serving(samples: Path, log: Path, group: Group | None) -> Iterator[Server]:
-    port, ops_port = free_port(), free_port()
-    command = serve_command(port, ops_port, ["--runner.num-threads", "1"])
-    with group.entered() if group is not None else nullcontext():
-        server = Server(
-            [sys.executable, "-m", "benchmarks.stress.event_loop", "--serve", str(samples), *command[4:]],
-            port,
-            log,
-            ops_port=ops_port,
-        )
-    try:
-        server.wait_ready()
-        yield server
-    finally:
-        server.stop(signal.SIGTERM)
-
-
 def share_of(gap: Gap, segments: Segments, samples: Samples) -> float:
     """Of the gap's part that is called `event_loop`, the share that the thread computed.
 
@@ -107,7 +88,7 @@ def measure(folder: Path, trouble: str, num_streams: int) -> tuple[Counter[Cause
     group = Group() if trouble not in {"hog", "none"} else None
     file = folder / "samples.npy"
     try:
-        with serving(file, folder / "log", group) as server:
+        with serving_in(group, folder / "log", (*NOTED_SERVE, str(file))) as server:
             generate(server, num_streams)  # what is usual
             since_ns = time.monotonic_ns()
             if group is not None:

@@ -34,7 +34,7 @@ from benchmarks.machine import Sitting, part_parser
 from benchmarks.tables import print_head, print_row
 from roseinfer.bench.load.client import LoadClient
 from roseinfer.bench.load.endpoint import Endpoint
-from roseinfer.bench.load.launcher import Server, free_port, serve_command
+from roseinfer.bench.load.launcher import Server, free_port
 from roseinfer.explain.evidence import get
 from roseinfer.observe.gaps.causes import Cause
 from roseinfer.observe.gaps.request_gaps import Gap, gaps_of
@@ -45,6 +45,7 @@ MAX_TOKENS = 900
 PERIOD_US = 100_000
 WATCH_EVERY_S = 0.0003
 AFFECTED = 0.5  # of a gap, in which the process had no core
+SERVE = (sys.executable, "-m", "roseinfer", "serve")
 NAMED = {Cause.CPU_THROTTLED, Cause.CPU_WAIT}
 
 
@@ -92,10 +93,10 @@ class Group:
 
 
 @contextmanager
-def serving_in(group: Group | None, log: Path) -> Iterator[Server]:
+def serving_in(group: Group | None, log: Path, program: Sequence[str] = SERVE) -> Iterator[Server]:
     """A server that is ready, started in the group, so that it looks for waits there."""
     port, ops_port = free_port(), free_port()
-    command = serve_command(port, ops_port, ["--runner.num-threads", "1"])
+    command = [*program, "--port", str(port), "--ops-port", str(ops_port), "--runner.num-threads", "1"]
     with nullcontext() if group is None else group.entered():
         server = Server(command, port, log, ops_port=ops_port)
     try:
