@@ -1,15 +1,19 @@
 """Requests whose time is up: in the queue they never reach the model, in decode they keep what they have."""
 
+import random
 import weakref
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roseinfer.engine.core.deadlines import MIN_SWEPT
+from roseinfer.engine.core.deadlines import MIN_SWEPT, Deadlines
 from roseinfer.engine.core.engine import Engine
+from roseinfer.engine.core.prefix_cache import BlockChain
+from roseinfer.engine.core.sequence import Sequence, SequenceStatus
 from roseinfer.engine.core.stopwatch import Phases
 from roseinfer.engine.invariants import assert_invariants
 from roseinfer.messages import Request
@@ -129,6 +133,23 @@ def test_a_sequence_that_has_ended_goes_long_before_its_deadline() -> None:
     run_to_end(engine)
     assert len(engine.scheduler.deadlines) == 4
     assert [sequence() for sequence in sequences] == [None, None]
+
+
+def test_each_expires_at_its_own_moment_after_those_that_ended_were_swept_out() -> None:
+    deadlines, alive = Deadlines(), []
+    for i, at in enumerate(random.Random(0).sample(range(1_000), MIN_SWEPT + 99)):
+        sequence = Sequence(until(f"r{i}", s=at), 0, np.zeros(1, np.int32), BlockChain(b"", ""))
+        deadlines.add_sequence(sequence, num_unfinished=0)
+        if i % 3:
+            alive.append(sequence)
+        else:
+            sequence.status = SequenceStatus.FINISHED
+    assert len(deadlines) <= MIN_SWEPT
+    for sequence in sorted(alive, key=lambda sequence: sequence.request.deadline_ns or 0):
+        assert (moment_ns := sequence.request.deadline_ns) is not None
+        assert deadlines.pop_expired(moment_ns - 1) == []
+        assert deadlines.pop_expired(moment_ns) == [sequence]
+        assert deadlines.next_ns > moment_ns
 
 
 @settings(max_examples=50, deadline=None)
