@@ -348,6 +348,19 @@ def test_a_key_that_is_not_finite_fails_its_own_sequence(make_backend: MakeBacke
     assert got[7:].isnan().all()
 
 
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
+def test_a_value_that_is_not_finite_leaves_the_tokens_before_it_alone(make_backend: MakeBackend, poison: float) -> None:
+    spec = spec_of(2, 1, 16)
+    clean = random_sequence(spec, 40, 1)
+    q, k, v = (each.clone() for each in clean)
+    v[7, 0, 3] = poison
+    expected, got = (
+        Steps(make_backend(make_cache(spec, 3, 16), spec), shuffled_table(1, 3), {0: sequence}).run_alone(0, (0, 40))
+        for sequence in (clean, (q, k, v))
+    )
+    assert torch.equal(got[:7], expected[:7])
+
+
 def test_auto_takes_the_compiled_kernel_where_it_is_built_and_can_compute(built_kernels: BuiltKernels) -> None:
     if not levels_here():
         pytest.skip("this processor has no level of the kernels")

@@ -78,6 +78,12 @@ def test_greedy_takes_the_first_of_the_largest(draw: Draw) -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [5.0, 3.0, 1.0, 3.0]])
     assert draw(logits, [SamplingParams(temperature=0.0)] * 2)[0] == [1, 0]
     assert draw(logits, [SamplingParams(temperature=2.0, top_k=1)] * 2)[0] == [1, 0]
+    for num_rows in (1, 2):  # a row that is alone is shared out among threads
+        for first in (0, 20_000):
+            logits = torch.arange(40_000).expand(num_rows, -1).ge(first).float()
+            assert all(
+                draw(logits, [SamplingParams(temperature=0.0)] * num_rows)[0] == [first] * num_rows for _ in range(9)
+            )
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-4])
@@ -285,11 +291,12 @@ def test_equal_logits_are_as_likely_in_order_of_their_ids(draw: Draw) -> None:
     logits = torch.zeros(1, 5000)
     logits[0, 700:] = 1.0
     kinds = [SamplingParams(top_k=3), SamplingParams(top_k=64), SamplingParams(top_k=3000), SamplingParams(top_p=0.01)]
-    for params, count in zip(kinds, (3, 64, 3000, 46), strict=True):
+    kinds += [SamplingParams(top_k=3, min_p=1.0), SamplingParams(top_k=3000, min_p=1.0)]
+    for params, count in zip(kinds, (3, 64, 3000, 46, 3, 3000), strict=True):
         rows = [msgspec.structs.replace(params, seed=seed) for seed in range(60)]
         tokens, _ = draw(logits.expand(60, -1), rows)
         assert min(tokens) >= 700
-        assert max(tokens) < 700 + count
+        assert 700 < max(tokens) < 700 + count
     _, [logprobs] = draw(logits, [SamplingParams(temperature=0, num_logprobs=3)])
     assert logprobs is not None
     assert logprobs.top_token_ids == [700, 701, 702]
