@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from roseinfer.engine.core.decode_ring import Plan, rows_of
-from roseinfer.engine.core.sequence import SlotTable
+from roseinfer.engine.core.sequence import Sequence, SlotTable
 from roseinfer.engine.invariants import assert_invariants
 from roseinfer.errors import ConfigError
 from roseinfer.records import BlockedBy, FinishReason
@@ -209,6 +209,20 @@ def test_preemption_recomputes_the_same_tokens_and_the_oldest_always_progresses(
     assert {r.request_id: run_alone(r) for r in requests} == transcript.tokens
     assert oldest[:60] == list(range(1, 61))
     assert set(transcript.reasons.values()) == {FinishReason.LENGTH}
+
+
+def test_a_preempted_sequence_that_was_overtaken_is_no_younger() -> None:
+    """Under `pack` a shorter one may come in first; the next preemption is not of the same sequence again."""
+    kv_cache = make_engine().scheduler.kv_cache
+    old, young = (
+        Sequence(make_request(name), 0, np.arange(3, dtype=np.int32), kv_cache.prefix_cache.new_chain("", ""))
+        for name in ("old", "young")
+    )
+    kv_cache.allocate(old, [])
+    kv_cache.free(old)
+    kv_cache.allocate(young, [])
+    kv_cache.allocate(old, [])
+    assert kv_cache.residents == [old, young]
 
 
 def test_a_preempted_request_goes_to_the_head_of_the_queue() -> None:
