@@ -76,9 +76,11 @@ def plan_num_blocks(
     """
     blocks_per_seq = -(-max_model_len // config.block_size)
     block_bytes = config.block_size * spec.bytes_per_token(dtype_of(config.dtype, placement))
+    used = ""
     if config.num_blocks is not None:
         num_blocks, cause = config.num_blocks, "cache.num_blocks"
     else:
+        used = _used_memory(placement.device)
         budget_bytes, cause = _budget_bytes(config, placement.device, sampling_bytes)
         num_blocks = min(blocks_per_seq * max_active_seqs, budget_bytes // block_bytes)
     least_model_len = least_model_len or max_model_len
@@ -87,7 +89,7 @@ def plan_num_blocks(
         raise ConfigError(
             f"The KV cache would hold {max(0, num_blocks) * config.block_size} tokens, but one sequence may take "
             f"{least_model_len}: raise {cause} (at least {least_blocks} blocks are needed) or lower "
-            "model.max_model_len.",
+            f"model.max_model_len.{used}",
             param="cache.num_blocks",
         )
     if placement.device.type == "cpu" and num_blocks * block_bytes > (memory := _machine_bytes()):
@@ -101,6 +103,17 @@ def plan_num_blocks(
 
 def _machine_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _used_memory(device: torch.device) -> str:
+    """How much of a GPU's memory is in use, as a sentence behind another: no option helps where others hold it."""
+    if device.type == "cpu":
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    return (
+        f" Of the GPU's {total / 2**30:.1f} GiB {(total - free) / 2**30:.1f} are in use, by the weights and by other "
+        "processes; CUDA_VISIBLE_DEVICES chooses another GPU."
+    )
 
 
 def _budget_bytes(config: CacheConfig, device: torch.device, sampling_bytes: int) -> tuple[int, str]:

@@ -89,6 +89,13 @@ def test_on_a_gpu_the_share_of_its_memory_that_weights_left(monkeypatch: pytest.
         plan_num_blocks(CacheConfig(memory_utilization=0.1), SPEC, GPU, 1000, 1_000_000)
 
 
+def test_a_gpu_that_others_fill_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger share would not help: another server holds the memory."""
+    memory_of(monkeypatch, free=2 * GIB, total=80 * GIB)
+    with pytest.raises(ConfigError, match=r"80\.0 GiB 78\.0 are in use, .*by other processes; CUDA_VISIBLE_DEVICES"):
+        plan_num_blocks(CacheConfig(), SPEC, GPU, 1000, 4)
+
+
 def test_on_a_gpu_something_is_left_to_compute_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever share was asked for: a step has its own tensors, and so have the graphs."""
     memory_of(monkeypatch, free=70 * GIB, total=100 * GIB)
