@@ -39,7 +39,7 @@ class Gap(msgspec.Struct, frozen=True, gc=False):
     end_ns: int
     step_id: int  # that made the token
     parts: dict[Cause, int]  # nanoseconds; they add up to the gap
-    cause: Cause  # the largest part above what is usual
+    cause: Cause  # of a slow one the part the furthest above what is usual, else the largest part
     is_slow: bool
 
     @property
@@ -90,10 +90,14 @@ class Usual:
             self.threshold_ns = max(self._factor * float(median_ns), self._min_ns)
 
     def gap(self, serial: int, index: int, start_ns: int, end_ns: int, step_id: int, segments: Segments) -> Gap:
-        """Returns a gap, with the cause whose part is the furthest above what it usually is."""
+        """Returns a gap, with its cause: if it is slow, the one whose part is the furthest above what it usually is.
+
+        A gap that is not slow may be above what is usual by next to nothing, in a part that is next to nothing.
+        """
         parts = parts_of(segments)
         is_slow = self.is_slow(end_ns - start_ns)
-        dominant = max(parts, key=lambda cause: parts[cause] - self._parts.get(cause, 0.0), default=Cause.UNKNOWN)
+        usual = self._parts if is_slow else {}
+        dominant = max(parts, key=lambda cause: parts[cause] - usual.get(cause, 0.0), default=Cause.UNKNOWN)
         return Gap(serial, index, start_ns, end_ns, step_id, parts, dominant, is_slow)
 
 

@@ -10,7 +10,7 @@ import pytest
 from roseinfer.messages import EngineInfo
 from roseinfer.observe.gaps.attribution import Attribution
 from roseinfer.observe.gaps.causes import Cause
-from roseinfer.observe.gaps.request_gaps import Gap, gaps_of
+from roseinfer.observe.gaps.request_gaps import Clock, Gap, gaps_of
 from roseinfer.observe.hub import Hub
 from roseinfer.observe.recorder.recording import (
     INTERRUPTION_DTYPE,
@@ -244,6 +244,15 @@ def test_the_cause_is_not_the_largest_part_but_the_furthest_above_what_is_usual(
     assert len(bench.slow) == bench.num_streams
     for gap, _ in bench.slow:
         assert (max(gap.parts, key=gap.parts.__getitem__), gap.cause) == (Cause.DECODE, Cause.H2D_COPY)
+
+
+@pytest.mark.parametrize("clock", ["engine", "wire"])
+def test_a_gap_that_is_not_slow_has_the_cause_of_its_largest_part(clock: Clock) -> None:
+    """What it is above the usual may be next to nothing; a server's first gaps are compared with each other."""
+    gaps = [gap for gap in gaps_of(random_life(0).recording(), clock) if not gap.is_slow]
+    assert gaps
+    for gap in gaps:
+        assert gap.parts[gap.cause] == max(gap.parts.values())
 
 
 def test_a_graph_miss_is_found() -> None:
