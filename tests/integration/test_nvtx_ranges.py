@@ -122,6 +122,15 @@ def test_the_documented_filter_of_nsight_compute_takes_each_forward_pass(run: Ru
     assert [found.step_id for found in found_by(path.strip("/").split("/"), tape.ranges)] == forward != []
 
 
+def test_no_documented_command_of_nsight_systems_ends_the_server_with_a_capture() -> None:
+    """As it does after the first capture range, unless it is to repeat."""
+    pages = [(ROOT / "docs" / name).read_text() for name in ("capture.md", "tracing.md")]
+    commands = [command.partition("`")[0] for page in pages for command in page.split("nsys profile")[1:]]
+    found = [("--capture-range=" in command, "--capture-range-end=repeat" in command) for command in commands]
+    assert sum(has_range for has_range, _ in found) == 3
+    assert all(has_range == repeats for has_range, repeats in found)
+
+
 def test_what_is_off_marks_nothing(recorder: Path, tmp_path: Path) -> None:
     tape, steps = run_engine(recorder, tmp_path / "tape", 0, "unmarked")
     assert "roseinfer" not in tape.domains.values()
