@@ -32,7 +32,6 @@ class _Family(NamedTuple):
     """A file of ours, and the fields of config.json that it reads."""
 
     model_type: str  # which stands for the architecture
-    checkpoints: str  # as people call them
     model: Any  # of a spec, a checkpoint and a placement
     spec: type[GPT2Spec] | type[FamilySpec]
     bare: str  # the architecture without a head
@@ -40,14 +39,14 @@ class _Family(NamedTuple):
 
 
 FAMILIES = {  # by architecture
-    "GPT2LMHeadModel": _Family("gpt2", "GPT-2", GPT2, GPT2Spec, "GPT2Model"),
-    "GraniteForCausalLM": _Family("granite", "Granite 3, dense", Llama, GraniteSpec, "GraniteModel"),
-    "LlamaForCausalLM": _Family("llama", "Llama 2 and 3, and what has their shape", Llama, LlamaSpec, "LlamaModel"),
-    "MistralForCausalLM": _Family("mistral", "Mistral 7B, Ministral 8B", Llama, MistralSpec, "MistralModel"),
-    "Qwen2ForCausalLM": _Family("qwen2", "Qwen2, Qwen2.5", Llama, Qwen2Spec, "Qwen2Model"),
-    "Qwen3ForCausalLM": _Family("qwen3", "Qwen3, dense", Llama, Qwen3Spec, "Qwen3Model"),
-    "SeedOssForCausalLM": _Family("seed_oss", "Seed-OSS", Llama, SeedOssSpec, "SeedOssModel"),
-    "SmolLM3ForCausalLM": _Family("smollm3", "SmolLM3", Llama, SmolLM3Spec, "SmolLM3Model", 2_000_000.0),
+    "GPT2LMHeadModel": _Family("gpt2", GPT2, GPT2Spec, "GPT2Model"),
+    "GraniteForCausalLM": _Family("granite", Llama, GraniteSpec, "GraniteModel"),
+    "LlamaForCausalLM": _Family("llama", Llama, LlamaSpec, "LlamaModel"),
+    "MistralForCausalLM": _Family("mistral", Llama, MistralSpec, "MistralModel"),
+    "Qwen2ForCausalLM": _Family("qwen2", Llama, Qwen2Spec, "Qwen2Model"),
+    "Qwen3ForCausalLM": _Family("qwen3", Llama, Qwen3Spec, "Qwen3Model"),
+    "SeedOssForCausalLM": _Family("seed_oss", Llama, SeedOssSpec, "SeedOssModel"),
+    "SmolLM3ForCausalLM": _Family("smollm3", Llama, SmolLM3Spec, "SmolLM3Model", 2_000_000.0),
 }
 
 
