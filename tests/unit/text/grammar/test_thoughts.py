@@ -190,6 +190,20 @@ def test_a_text_without_a_form_is_free_but_for_the_length_of_its_thoughts(model:
         assert model.allowed(model.follow(thinking("text", is_open=False, max_tokens=9), *texts)) == everything
 
 
+def test_the_form_behind_the_thoughts_ends_or_fails_the_text(model: Model) -> None:
+    def state(matcher: Matcher) -> tuple[bool, bool, bool]:
+        return matcher.is_over, matcher.has_failed, matcher.error != ""
+
+    form, thought, goes_on = Grammar("regex", "ok", Thought("<think>", "</think>", is_open=True)), "ok", (False,) * 3
+    assert state(model.follow(form, thought)) == goes_on
+    assert state(model.follow(form, thought, "</think>")) == goes_on
+    assert state(model.follow(form, thought, "</think>", "ok")) == (True, False, False)
+    failed = model.follow(form, thought, "</think>")
+    failed.accept(model.ids("q")[0])
+    assert state(failed) == (False, True, True)
+    assert state(model.follow(thinking("text", is_open=True), thought, "</think>", "ok")) == goes_on
+
+
 def test_control_tags_are_tokens(tmp_path: Path) -> None:
     """As Magistral's, which the vocabulary marks special."""
     tokenizer = tagged.make_tokenizer("qwen2.5")
