@@ -204,6 +204,20 @@ def test_the_form_behind_the_thoughts_ends_or_fails_the_text(model: Model) -> No
     assert state(model.follow(thinking("text", is_open=True), thought, "</think>", "ok")) == goes_on
 
 
+def test_a_copy_goes_on_behind_the_thoughts_without_the_original(model: Model) -> None:
+    form = Grammar("regex", "ok", Thought("<think>", "</think>", is_open=True))
+    matcher = model.follow(form, "so")
+    ahead = matcher.copy()
+    assert ahead.forced() == [], "thoughts may go on"
+    for token_id in model.ids("</think>o"):
+        ahead.accept(token_id)
+    assert ahead.forced() == model.ids("k")
+    for token_id in model.ids("</think>o"):
+        assert token_id in model.allowed(matcher)
+        matcher.accept(token_id)
+    assert model.allowed(matcher) == model.allowed(ahead)
+
+
 def test_control_tags_are_tokens(tmp_path: Path) -> None:
     """As Magistral's, which the vocabulary marks special."""
     tokenizer = tagged.make_tokenizer("qwen2.5")
