@@ -34,7 +34,7 @@ def meant(found: Grouped) -> torch.Tensor:
 def of_every_kind() -> torch.Tensor:
     """Rows of 100 inputs: of all sizes, not finite, and with whole numbers around each zero."""
     weight = random(1000, 100)
-    sizes = (1.0, 3e38, 1e-3, 5e-7, 4e-7, 1e-38, 1e-45, 0.0, 6e5, 5e5)
+    sizes = (1.0, 3e38, 1e-3, 5e-7, 1.5e-7, 1e-38, 1e-45, 0.0, 6e5, 5e5)
     weight[: len(sizes)] *= torch.tensor(sizes)[:, None]
     weight[10, 3], weight[11, 99], weight[12] = math.nan, -math.inf, 0.25
     whole = (random(50, 100) * 5).round()

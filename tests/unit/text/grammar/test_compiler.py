@@ -48,8 +48,8 @@ def schema(of: object) -> Grammar:
     return Grammar("json_schema", json.dumps(of))
 
 
-def allowed(matcher: Matcher) -> set[int]:
-    mask = np.zeros(-(-checkpoint.VOCAB_SIZE // 32), np.uint32)
+def allowed(matcher: Matcher, vocab_size: int = checkpoint.VOCAB_SIZE) -> set[int]:
+    mask = np.zeros(-(-vocab_size // 32), np.uint32)
     matcher.fill(mask)
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
     return set(np.flatnonzero(bits).tolist())
@@ -96,6 +96,11 @@ def test_the_end_token_is_allowed_where_the_text_may_end_and_nowhere_else(vocabu
     matcher = follow(vocabulary, grammar, "12")
     assert allowed(matcher) == {EOS, *map(ord, "0123456789")}
     assert not matcher.is_over
+
+
+def test_a_token_that_the_model_has_no_row_for_is_not_allowed(tmp_path: Path) -> None:
+    vocabulary = Vocabulary.load(checkpoint.write_checkpoint(tmp_path), ord("d"), [])
+    assert allowed(vocabulary.compile(Grammar("choice", '["a", "z"]')).matcher(), vocabulary.vocab_size) == {ord("a")}
 
 
 def test_there_is_no_free_whitespace_to_go_on_with_for_ever(vocabulary: Vocabulary) -> None:
