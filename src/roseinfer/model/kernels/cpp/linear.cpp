@@ -391,6 +391,14 @@ void ask_for_outputs(const Out* out, int64_t row_step, int64_t num_rows) {
     }
 }
 
+// Prefetches what makes outputs of the integer sums of a panel, which are read once in a step, as its words are.
+inline void ask_for_scales(const Linear& linear, int64_t column) {
+    for (int64_t at = column; at < column + kPanel; at += kLineWords) {
+        prefetch_to_level1(static_cast<const float*>(linear.scales) + at);
+        if (kRowsAreUnsigned) prefetch_to_level1(linear.surplus + at);
+    }
+}
+
 // Rows times a chunk of one panel. `all` is the first of the blocks. Several share out the words that it has to prefetch;
 // a single one, which memory keeps waiting, prefetches what comes a little later in its own.
 template <typename T, typename Out>
@@ -435,6 +443,7 @@ void multiply_panels(const Linear& linear, const float* x, const float* scales, 
                 block.scales = static_cast<const uint16_t*>(linear.scales) + group * kPanel;
                 block.zeros = linear.zeros ? linear.zeros + group * kPanel : nullptr;
             }
+            if (kIsInt8<T> && block.is_last) ask_for_scales(linear, (panel + index) * kPanel);
             block.sums = sums + index * num_rows * kPanel;
             block.ahead = index + 1 < num_panels ? block.weight + panel_step : next;
             multiply_chunk<T>(linear, block, num_rows, out + (panel + index) * kPanel);
