@@ -5,12 +5,14 @@ import json
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
+from aiohttp import ClientResponse
 from prometheus_client.parser import text_string_to_metric_families
 
 from roseinfer.engine.core.engine import Engine
@@ -105,6 +107,19 @@ async def test_a_request_that_reaches_its_length(stream: bool, num_choices: int)
     assert {name: float(timing[name]) for name in told} == {name: parts[name] for name in told}
 
 
+@asynccontextmanager
+async def streaming(
+    ledgers: Callable[[Sequence[RequestTimeline], int], Awaitable[list[dict[str, object]]]],
+) -> AsyncGenerator[tuple[ScriptedEngine, asyncio.Task[ClientResponse]]]:
+    """An engine that has a stream's request, whose ledger is to come of `ledgers`, and the answer."""
+    instruments = replace(INSTRUMENTS, ledgers=ledgers)
+    body = {"prompt": "a", "max_tokens": 3, "stream": True}
+    async with serving(ScriptedEngine(), instruments=instruments) as server, asyncio.timeout(10):
+        asking = asyncio.create_task(server.session.post(server.url + "/v1/completions", json=body, headers=ASKED))
+        await server.engine.received()
+        yield server.engine, asking
+
+
 async def test_a_streams_first_tokens_wait_for_no_causes() -> None:
     """On a busy host causes come late, and a first write may have several tokens already."""
     are_known = asyncio.Event()
@@ -114,12 +129,8 @@ async def test_a_streams_first_tokens_wait_for_no_causes() -> None:
             await are_known.wait()
         return await INSTRUMENTS.ledgers(timelines, until_ns)
 
-    instruments = replace(INSTRUMENTS, ledgers=late)
-    body = {"prompt": "a", "max_tokens": 3, "stream": True}
-    async with serving(ScriptedEngine(), instruments=instruments) as server, asyncio.timeout(10):
-        asking = asyncio.create_task(server.session.post(server.url + "/v1/completions", json=body, headers=ASKED))
-        await server.engine.received()
-        server.engine.say("xyz", FinishReason.LENGTH)
+    async with streaming(late) as (engine, asking):
+        engine.say("xyz", FinishReason.LENGTH)
         async with await asking as response:
             assert b'"xyz"' in await response.content.readuntil(b"\n\n")
             assert "receive;dur=" in response.headers["Server-Timing"]
@@ -136,14 +147,10 @@ async def test_a_late_ledger_takes_the_error_event_from_no_stream(monkeypatch: p
             await asyncio.sleep(0.05)
         return await INSTRUMENTS.ledgers(timelines, until_ns)
 
-    instruments = replace(INSTRUMENTS, ledgers=late)
-    body = {"prompt": "a", "max_tokens": 3, "stream": True}
-    async with serving(ScriptedEngine(), instruments=instruments) as server, asyncio.timeout(10):
-        asking = asyncio.create_task(server.session.post(server.url + "/v1/completions", json=body, headers=ASKED))
-        await server.engine.received()
-        server.engine.say("x")
+    async with streaming(late) as (engine, asking):
+        engine.say("x")
         async with await asking as response:
-            server.engine.fail(EngineDead("killed"))
+            engine.fail(EngineDead("killed"))
             content = await response.content.read()
     assert b"engine_dead" in content
     assert b"roseinfer_ledger" in content

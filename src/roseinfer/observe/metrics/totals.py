@@ -43,8 +43,13 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 _PLAIN = (
-    *("num_received", "num_finished", "num_restarts"),
-    *("stalled_since_ns", "start_unix_s", "last_step", "last_step_end_ns"),
+    "num_received",
+    "num_finished",
+    "num_restarts",
+    "stalled_since_ns",
+    "start_unix_s",
+    "last_step",
+    "last_step_end_ns",
 )
 
 
